@@ -1,0 +1,59 @@
+"""Arrays in a process's own memory, with NumPy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from . import dtypes
+from .base import Backend
+from .random import Key
+
+
+class NumpyBackend(Backend):
+    """NumPy arrays. See `Backend`."""
+
+    kind = "cpu"
+    xp = np
+    supported_dtypes = frozenset(
+        np.dtype(kind).name
+        for kind in (
+            *("bool", "int8", "int16", "int32", "int64"),
+            *("uint8", "uint16", "uint32", "uint64"),
+            *("float16", dtypes.dtype("bfloat16"), "float32", "float64"),
+            *("complex64", "complex128"),
+        )
+    )
+
+    def empty(self, shape: Sequence[int], dtype: Any) -> np.ndarray:
+        return np.empty(shape, dtype)
+
+    def zeros(self, shape: Sequence[int], dtype: Any) -> np.ndarray:
+        return np.zeros(shape, dtype)
+
+    def from_host(self, array: Any) -> np.ndarray:
+        return np.array(array, order="C")
+
+    def to_host(self, array: np.ndarray) -> np.ndarray:
+        return array
+
+    def contiguous(self, array: np.ndarray) -> np.ndarray:
+        return array if array.flags.c_contiguous else array.copy()
+
+    def synchronize(self) -> None:
+        return None
+
+    def random_words(self, key: Key, first: int, count: int) -> np.ndarray:
+        # NumPy counts up before it draws, so its first words belong to counter 1, which
+        # is what random_words calls block 0.
+        block, lane = divmod(first, 4)
+        stream = np.random.Philox(counter=block, key=np.array(key, np.uint64))
+        words = stream.random_raw(lane + count)
+        return words[lane:] if lane else words
+
+    def _normal_quantile(self, probability: np.ndarray) -> np.ndarray:
+        from scipy.special import ndtri
+
+        return ndtri(probability)
