@@ -1,0 +1,68 @@
+"""The choice of a layout, and which rows each rank takes."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as some
+
+from tparmpi.errors import UsageError
+from tparmpi.sharding.chunks import chunk_sizes
+from tparmpi.train.layout import Layout, choose_layout, microbatch_rows
+
+
+@pytest.mark.parametrize(
+    ("ranks", "heads", "tp", "dp", "layout"),
+    [
+        (1, 8, None, None, Layout(dp=1, tp=1)),
+        (3, 8, None, None, Layout(dp=1, tp=3)),
+        (8, 8, None, None, Layout(dp=1, tp=8)),
+        (9, 8, None, None, Layout(dp=9, tp=1)),
+        (6, 8, 2, None, Layout(dp=3, tp=2)),
+        (6, 8, None, 2, Layout(dp=2, tp=3)),
+        (6, 8, 3, 2, Layout(dp=2, tp=3)),
+        (4, 8, 1, None, Layout(dp=4, tp=1)),
+    ],
+)
+def test_axes_that_are_not_given_take_what_is_left(ranks, heads, tp, dp, layout):
+    assert choose_layout(ranks, heads, tp=tp, dp=dp) == layout
+
+
+@pytest.mark.parametrize(
+    ("ranks", "tp", "dp", "words"),
+    [
+        (4, 3, None, ["tp=3", "3 ranks", "there are 4"]),
+        (4, 2, 1, ["tp=2 * dp=1", "2 ranks", "there are 4"]),
+        (2, 4, None, ["4 ranks", "there are 2"]),
+        (6, 6, None, ["n_head (4)", "tp (6)"]),
+        (6, None, 1, ["n_head (4)", "tp (6)"]),
+    ],
+)
+def test_a_layout_that_does_not_fit_names_both_numbers(ranks, tp, dp, words):
+    with pytest.raises(UsageError) as refused:
+        choose_layout(ranks, 4, tp=tp, dp=dp)
+    for word in words:
+        assert word in str(refused.value)
+
+
+@given(
+    batch=some.integers(0, 40), dp=some.integers(1, 6), microbatches=some.integers(1, 7)
+)
+def test_microbatches_cover_the_batch_once_and_follow_the_chunk_rule(
+    batch, dp, microbatches
+):
+    ranks = [
+        microbatch_rows(batch, dp=dp, coordinate=rank, microbatches=microbatches)
+        for rank in range(dp)
+    ]
+    rows = [
+        row
+        for pieces in ranks
+        for piece in pieces
+        for row in range(piece.first, piece.first + piece.count)
+    ]
+    assert rows == list(range(batch))
+    for pieces in zip(*ranks, strict=True):
+        total = sum(piece.count for piece in pieces)
+        assert {piece.total for piece in pieces} == {total}
+        assert tuple(piece.count for piece in pieces) == chunk_sizes(total, dp)

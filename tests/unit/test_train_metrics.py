@@ -1,0 +1,76 @@
+"""`metrics.jsonl`: written line by line, cut back to a checkpoint."""
+
+from __future__ import annotations
+
+import errno
+import os
+
+import pytest
+
+from tparmpi.errors import RunFolderError
+from tparmpi.train import metrics
+
+
+@pytest.fixture
+def path(tmp_path):
+    file = metrics.MetricsFile(tmp_path / "metrics.jsonl", 0)
+    for step in range(1, 8):
+        file.write(step, loss=step + 0.125)
+        if step % 3 == 0:
+            file.write(step, val_loss=step + 0.5)
+    file.close()
+    return file.path
+
+
+def test_lines_come_back_as_written(path):
+    lines = metrics.read(path)
+    assert [line["step"] for line in lines] == [1, 2, 3, 3, 4, 5, 6, 6, 7]
+    assert lines[2:4] == [{"step": 3, "loss": 3.125}, {"step": 3, "val_loss": 3.5}]
+
+
+@pytest.mark.parametrize(
+    ("step", "kept", "evaluated"),
+    [(0, 0, -1), (2, 2, -1), (3, 4, 3), (5, 6, 3), (7, 9, 6), (9, 9, 6)],
+)
+def test_a_resume_cuts_back_to_its_checkpoint(path, step, kept, evaluated):
+    before = metrics.read(path)
+    file = metrics.MetricsFile(path, step)
+    assert file.last_evaluation == evaluated
+    file.write(step + 1, loss=0.5)
+    file.close()
+    assert metrics.read(path) == [*before[:kept], {"step": step + 1, "loss": 0.5}]
+
+
+def test_a_line_that_a_kill_cut_short_is_dropped(path):
+    before = metrics.read(path)
+    with open(path, "ab") as file:
+        file.write(b'{"step": 8, "lo')
+    assert metrics.read(path) == before
+    metrics.MetricsFile(path, 100).close()
+    assert path.read_bytes().endswith(b"}\n")
+    assert metrics.read(path) == before
+
+
+def test_what_json_cannot_hold_becomes_null(tmp_path):
+    file = metrics.MetricsFile(tmp_path / "metrics.jsonl", 0)
+    file.write(1, loss=float("nan"), lr=float("inf"))
+    file.close()
+    assert metrics.read(file.path) == [{"step": 1, "loss": None, "lr": None}]
+
+
+def test_a_full_disk_is_an_error_of_one_sentence(tmp_path, monkeypatch):
+    file = metrics.MetricsFile(tmp_path / "metrics.jsonl", 0)
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "write", full)
+    with pytest.raises(RunFolderError, match=r"metrics\.jsonl.*No space left"):
+        file.write(1, loss=1.0)
+    monkeypatch.undo()
+    file.close()
+
+
+def test_a_folder_in_the_way_is_an_error(tmp_path):
+    with pytest.raises(RunFolderError, match=str(tmp_path)):
+        metrics.MetricsFile(tmp_path, 0)

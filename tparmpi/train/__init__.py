@@ -1,0 +1,1 @@
+"""Training runs: configuration, run folder, metrics, the loop, and text generation."""

@@ -1,0 +1,106 @@
+"""The folder a run lives in: its configuration, metrics, checkpoints and lock."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from tparmpi.errors import RunFolderError, UsageError
+from tparmpi.train import sources
+from tparmpi.train.config import RunConfig, check_resumable
+from tparmpi.train.lock import Lock
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """Names of the files of one run. Making one touches no file."""
+
+    path: Path
+
+    @property
+    def config(self) -> Path:
+        """The configuration as it was resolved."""
+        return self.path / "config.toml"
+
+    @property
+    def metrics(self) -> Path:
+        """One JSON object a step."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def checkpoints(self) -> Path:
+        """The folder of the step folders."""
+        return self.path / "checkpoints"
+
+    @property
+    def lock(self) -> Path:
+        """Who writes here now."""
+        return self.path / "lock"
+
+    def checkpoint(self, step: int) -> Path:
+        """The folder of one step's checkpoint."""
+        return self.checkpoints / f"step-{step:08}"
+
+    def claim(self, config: RunConfig, note: Callable[[str], None]) -> Lock:
+        """Take the folder for a run with `config`, making it where it is new. Local.
+
+        For one rank only; the others are told. The recorded configuration is compared
+        with `config` and then replaced by it. `note` is given one sentence about a lock
+        that was taken over.
+
+        Raises
+        ------
+        UsageError
+            The folder holds a run with other mathematics; it is left as it was.
+        RunFolderError
+            The folder is in use, or cannot be written.
+        """
+        try:
+            self.checkpoints.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise RunFolderError(
+                f"cannot make the run folder {self.path}: {error}; give another "
+                "with --run"
+            ) from error
+        lock = Lock.take(self.lock, note)
+        try:
+            if self.config.exists():
+                check_resumable(config, self.read_config(), str(self.path))
+            _replace(self.config, sources.to_toml(config))
+        except BaseException:
+            lock.release()
+            raise
+        return lock
+
+    def read_config(self) -> RunConfig:
+        """The recorded configuration. Local.
+
+        Raises
+        ------
+        RunFolderError
+            There is none, or it is damaged.
+        """
+        try:
+            text = self.config.read_text()
+            return sources.resolve(toml=text, toml_name=str(self.config))
+        except FileNotFoundError as error:
+            raise RunFolderError(
+                f"{self.path} is no run folder: it has no config.toml"
+            ) from error
+        except (OSError, UnicodeDecodeError, UsageError) as error:
+            raise RunFolderError(f"cannot read {self.config}: {error}") from error
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write a file so that there is always the old one or the new one, whole."""
+    new = path.with_name(f"{path.name}.new")
+    try:
+        with open(new, "w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        new.replace(path)
+    except OSError as error:
+        raise RunFolderError(f"cannot write {path}: {error}") from error

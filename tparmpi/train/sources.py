@@ -1,0 +1,158 @@
+"""Where a configuration comes from: command line, environment, file, default.
+
+A key given in several places takes its value from the first of these.
+"""
+
+from __future__ import annotations
+
+import difflib
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import tomli_w
+
+from tparmpi.errors import UsageError
+from tparmpi.train.config import ENVIRONMENT_PREFIX, KEYS, SECTIONS, Key, RunConfig
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+
+
+def resolve(
+    *,
+    toml: str | None = None,
+    toml_name: str = "config.toml",
+    environment: Mapping[str, str] | None = None,
+    settings: Sequence[str] = (),
+    flags: Mapping[str, tuple[str, Any]] | None = None,
+) -> RunConfig:
+    """The configuration that these sources give together. Local.
+
+    Parameters
+    ----------
+    toml, toml_name
+        Text of a configuration file and its name for messages.
+    environment
+        Environment variables; `TPARMPI_<SECTION>_<KEY>` are read, others ignored.
+    settings
+        `section.key=value` texts of `--set`; a later one replaces an earlier one.
+    flags
+        Dotted key -> (flag, value) of the short flags, `{"parallel.tp": ("--tp", 2)}`.
+
+    Raises
+    ------
+    UsageError
+        An unknown key (with the nearest known one), a value of the wrong type or out
+        of range, a flag and a `--set` that disagree; the message names the source.
+    """
+    given: dict[str, tuple[str, Any]] = {}
+    if toml is not None:
+        given.update(_from_toml(toml, toml_name))
+    given.update(_from_environment(environment or {}))
+    given.update(_from_command_line(settings, flags or {}))
+    for name, (source, value) in given.items():
+        complaint = KEYS[name].limits.complaint(value)
+        if complaint:
+            raise UsageError(f"{name} {complaint}, {source} gives {value!r}")
+    config = RunConfig().replace({name: value for name, (_, value) in given.items()})
+    return config.resolved()
+
+
+def to_toml(config: RunConfig) -> str:
+    """The configuration as the text of a TOML file. Local."""
+    return tomli_w.dumps(config.as_dict())
+
+
+def _from_toml(text: str, source: str) -> Iterator[tuple[str, tuple[str, Any]]]:
+    try:
+        tables = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise UsageError(f"{source} is not a TOML file: {error}") from error
+    for section, table in tables.items():
+        if section not in SECTIONS or not isinstance(table, dict):
+            raise UsageError(_unknown(section, SECTIONS, source, "section"))
+        for key, value in table.items():
+            known = _known(f"{section}.{key}", source)
+            yield known.name, (source, _typed(known, value, source))
+
+
+def _from_environment(
+    environment: Mapping[str, str],
+) -> Iterator[tuple[str, tuple[str, Any]]]:
+    variables = {key.variable: key for key in KEYS.values()}
+    prefixes = tuple(f"{ENVIRONMENT_PREFIX}{section.upper()}_" for section in SECTIONS)
+    for variable, text in environment.items():
+        if not variable.startswith(prefixes):
+            continue
+        if variable not in variables:
+            message = _unknown(variable, tuple(variables), "the environment", "key")
+            raise UsageError(message)
+        known = variables[variable]
+        yield known.name, (variable, _parsed(known, text, variable))
+
+
+def _from_command_line(
+    settings: Sequence[str], flags: Mapping[str, tuple[str, Any]]
+) -> dict[str, tuple[str, Any]]:
+    given: dict[str, tuple[str, Any]] = {}
+    for setting in settings:
+        name, equals, text = setting.partition("=")
+        if not equals:
+            raise UsageError(
+                f"--set {setting}: no '='; write --set section.key=value, "
+                "for example --set model.n_layer=4"
+            )
+        known = _known(name.strip(), "--set")
+        given[known.name] = "--set", _parsed(known, text.strip(), "--set")
+    for name, (flag, value) in flags.items():
+        if name in given and given[name][1] != value:
+            raise UsageError(
+                f"{flag} {value} and --set {name}={given[name][1]} disagree: "
+                "give one of them"
+            )
+        given[name] = flag, value
+    return given
+
+
+def _known(name: str, source: str) -> Key:
+    if name not in KEYS:
+        raise UsageError(_unknown(name, tuple(KEYS), source, "key"))
+    return KEYS[name]
+
+
+def _unknown(name: str, known: Sequence[str], source: str, what: str) -> str:
+    # The nearest of all rather than of the close ones: a hint is always given.
+    folded = {candidate.lower(): candidate for candidate in known}
+    nearest = difflib.get_close_matches(name.lower(), folded, n=1, cutoff=0.0)[0]
+    return (
+        f"unknown {what} {name!r} in {source}; the nearest known one is "
+        f"{folded[nearest]!r}"
+    )
+
+
+def _typed(key: Key, value: Any, source: str) -> Any:
+    """A value that TOML already gave a type."""
+    if key.type is float and type(value) is int:
+        return float(value)
+    if type(value) is not key.type:
+        raise UsageError(
+            f"{key.name} must be {_WORDS[key.type]}, {source} gives {value!r}"
+        )
+    return value
+
+
+def _parsed(key: Key, text: str, source: str) -> Any:
+    """A value given as text."""
+    try:
+        if key.type is bool:
+            return {"true": True, "false": False}[text.lower()]
+        return key.type(text)
+    except (KeyError, ValueError) as error:
+        raise UsageError(
+            f"{key.name} must be {_WORDS[key.type]}, {source} gives {text!r}"
+        ) from error
