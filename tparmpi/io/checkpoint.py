@@ -1,0 +1,384 @@
+"""Saving and loading models: plain HDF5, any layout to any other, whole or not at all.
+
+Rank 0 alone looks at the folder; every decision is told to all ranks, and every error
+of one rank is raised on all. ``docs/checkpoint-format.md`` describes the files.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+
+from tparmpi.comm import agree, world
+from tparmpi.errors import CheckpointError
+from tparmpi.io import format as fmt
+from tparmpi.io import publish
+from tparmpi.io.planner import (
+    Box,
+    Piece,
+    TensorDescription,
+    blocks_of,
+    digest_of,
+    make_plan,
+)
+from tparmpi.io.reader import HDF5_ERRORS, BlockReader, Index, read_index
+from tparmpi.io.report import LoadReport, Wanted, compare, refuse_mismatch
+from tparmpi.io.writer import Header, Shard, write_data_file, write_index
+from tparmpi.sharding import Partial
+from tparmpi.tensors import Tensor
+
+Result = TypeVar("Result")
+
+_INT64 = range(-(1 << 63), 1 << 63)
+
+
+class HasState(Protocol):
+    """A model, or an optimizer (which also has ``steps``)."""
+
+    def state_dict(self) -> Mapping[str, Tensor]:
+        """Tensors by name, the same names in the same order on every rank."""
+
+
+def save(
+    path: str | Path,
+    model: HasState,
+    optimizer: HasState | None = None,
+    *,
+    step: int = 0,
+    seed: int | None = None,
+    position: int | None = None,
+    extra: Mapping[str, Any] | None = None,
+) -> Path:
+    """Write a checkpoint and publish it whole, replacing one of the same name.
+
+    Collective over all ranks, also those that are no members of the model's devices.
+
+    Parameters
+    ----------
+    path : str or Path
+        The checkpoint's folder, for example ``runs/a/checkpoints/step-00001000``.
+    model : object with state_dict()
+    optimizer : object with state_dict() and steps, optional
+        Its tensors are stored beside the model's.
+    step : int
+    seed : int, optional
+    position : int, optional
+        Global number of the next training sample.
+    extra : mapping, optional
+        Anything that JSON can hold.
+
+    Returns
+    -------
+    Path
+        `path`.
+
+    Raises
+    ------
+    CheckpointError
+        On every rank, if one rank cannot do its part (its disk is full, it cannot see
+        the folder), if a tensor is a pending sum or cannot be stored, or if ranks
+        disagree about what is saved. A checkpoint that had the name is left as it was.
+    """
+    path = Path(path)
+    everyone = world()
+    named = _state(model, optimizer)
+    description = {name: _describe(name, tensor) for name, tensor in named.items()}
+    header = _header(step, seed, position, optimizer, extra)
+    digest = digest_of(description.values())
+    told = everyone.all_gather_object((digest, publish.new_save_id()))
+    _refuse_disagreement("save", [theirs for theirs, _ in told])
+    header = replace(header, save_id=told[0][1])
+    plan = make_plan(description.values())
+    temp = publish.temporary(path, header.save_id)
+    _on_rank_zero(lambda: _prepare(path, temp))
+    try:
+        checksums = _write_shards(temp, header.save_id, named, plan)
+        _on_rank_zero(
+            lambda: _publish(temp, path, header, description, plan, checksums)
+        )
+    except CheckpointError:
+        # What cannot be removed now, the next save removes.
+        _on_rank_zero(lambda: shutil.rmtree(temp, ignore_errors=True))
+        raise
+    return path
+
+
+def load(
+    path: str | Path,
+    model: HasState,
+    optimizer: HasState | None = None,
+    *,
+    strict: bool = True,
+) -> LoadReport:
+    """Read a checkpoint into a model, whatever layout either has.
+
+    Collective over all ranks. Each rank reads its own blocks only and verifies their
+    checksums. Nothing is written to the model or the optimizer before every rank has
+    read all it needs, for which each holds a second copy of its blocks for a moment.
+
+    Parameters
+    ----------
+    path : str or Path
+        The checkpoint's folder.
+    model : object with state_dict()
+    optimizer : object with state_dict() and steps, optional
+        Without it, the checkpoint's optimizer state is skipped.
+    strict : bool, default True
+        Whether tensors that one side lacks, or that differ in shape or dtype, are an
+        error; else they are left as they are and the report names them.
+
+    Returns
+    -------
+    LoadReport
+
+    Raises
+    ------
+    CheckpointError
+        On every rank; the model and the optimizer are as they were.
+    """
+    path = Path(path)
+    everyone = world()
+    named = _state(model, optimizer)
+    wanted = {
+        name: (tensor.shape, fmt.supported_dtype(name, tensor.dtype))
+        for name, tensor in named.items()
+    }
+    _refuse_disagreement("load", everyone.all_gather_object(_digest(wanted)))
+    index = _on_rank_zero(lambda: read_index(path))
+    report = compare(path, index, wanted, optimizer is not None)
+    if strict:
+        refuse_mismatch(report, index, wanted)
+    arrays = _read_blocks(path, index, named, report.applied)
+    for name, array in arrays.items():
+        named[name].write_local(array)
+    if optimizer is not None and index.header.optimizer_steps is not None:
+        optimizer.steps = index.header.optimizer_steps  # type: ignore[attr-defined]
+    return report
+
+
+def latest(folder: str | Path) -> Path | None:
+    """The published checkpoint of the highest step in a folder, None if there is none.
+
+    Collective over all ranks: rank 0 looks, the others are told.
+    """
+    found = checkpoints(folder)
+    return found[-1] if found else None
+
+
+def checkpoints(folder: str | Path) -> list[Path]:
+    """All published checkpoints in a folder, by rising step. Collective over all ranks.
+
+    One that an interrupted save of the same step has moved aside is among them.
+    """
+    found = _on_rank_zero(lambda: publish.published(Path(folder)))
+    return [path for _, path in found]
+
+
+def prune(folder: str | Path, keep: int) -> list[Path]:
+    """Remove all but the newest `keep` checkpoints. Collective over all ranks.
+
+    Parameters
+    ----------
+    folder : str or Path
+    keep : int
+        At least 1.
+
+    Returns
+    -------
+    list of Path
+        Those removed.
+
+    Raises
+    ------
+    CheckpointError
+        `keep` is below 1, or one cannot be removed.
+    """
+    if keep < 1:
+        raise CheckpointError(
+            f"at least 1 checkpoint must be kept, not {keep}: a run resumes from it"
+        )
+
+    def remove() -> list[Path]:
+        old = [path for _, path in publish.published(Path(folder))[:-keep]]
+        for path in old:
+            publish.withdraw(path)
+        return old
+
+    return _on_rank_zero(remove)
+
+
+def step_path(folder: str | Path, step: int) -> Path:
+    """Where a step's checkpoint lies in a folder: ``folder/step-00001000``. Local."""
+    return Path(folder) / publish.step_name(step)
+
+
+def _state(model: HasState, optimizer: HasState | None) -> dict[str, Tensor]:
+    named = fmt.dataset_names(fmt.MODEL, model.state_dict())
+    if optimizer is not None:
+        named |= fmt.dataset_names(fmt.OPTIMIZER, optimizer.state_dict())
+    for name, tensor in named.items():
+        if any(isinstance(placement, Partial) for placement in tensor.layout):
+            raise CheckpointError(
+                f"'{name}' is a pending sum (Partial), whose value no rank has yet; "
+                "call with_sharding(Replicate()) on it first"
+            )
+    return named
+
+
+def _describe(name: str, tensor: Tensor) -> TensorDescription:
+    dtype = fmt.supported_dtype(name, tensor.dtype)
+    return TensorDescription(
+        name, tensor.shape, dtype, fmt.itemsize(dtype), blocks_of(tensor.spec)
+    )
+
+
+def _header(
+    step: int,
+    seed: int | None,
+    position: int | None,
+    optimizer: HasState | None,
+    extra: Mapping[str, Any] | None,
+) -> Header:
+    steps = None if optimizer is None else int(optimizer.steps)  # type: ignore[attr-defined]
+    numbers = {"step": step, "seed": seed, "position": position}
+    for name, value in numbers.items():
+        if value is not None and value not in _INT64:
+            raise CheckpointError(
+                f"{name} must be an integer of 64 bits, it is {value!r}"
+            )
+    extra = dict(extra or {})
+    try:
+        json.dumps(extra)
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"extra must be plain JSON: {error}") from error
+    return Header("", step, seed, position, steps, extra)
+
+
+def _digest(wanted: Wanted) -> str:
+    descriptions = (
+        TensorDescription(name, shape, dtype, fmt.itemsize(dtype), ())
+        for name, (shape, dtype) in wanted.items()
+    )
+    return digest_of(descriptions)
+
+
+def _refuse_disagreement(what: str, digests: list[str]) -> None:
+    others = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+    if others:
+        raise CheckpointError(
+            f"{what}: rank {others[0]} has other tensors (names, shapes, dtypes or "
+            "layouts) than rank 0; every rank must build the whole model, as shells "
+            "where it is no member"
+        )
+
+
+def _on_rank_zero(work: Callable[[], Result]) -> Result:
+    """Do work on rank 0; give its result to all ranks, or raise its error on all."""
+    everyone = world()
+    result: Result | None = None
+    problem: str | None = None
+    if everyone.rank == 0:
+        try:
+            result = work()
+        except (CheckpointError, *HDF5_ERRORS) as error:
+            problem = _described(error)
+    result, problem = everyone.broadcast_object((result, problem))
+    if problem is not None:
+        raise CheckpointError(problem)
+    return result  # type: ignore[return-value]
+
+
+def _described(error: BaseException) -> str:
+    if isinstance(error, CheckpointError):
+        return str(error)
+    if isinstance(error, OSError) and error.strerror:
+        where = f"{error.filename}: " if error.filename else ""
+        return f"the checkpoint cannot be written or read: {where}{error.strerror}"
+    return f"the checkpoint cannot be written or read: {error}"
+
+
+def _prepare(path: Path, temp: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    publish.clear_leftovers(path.parent)
+    if path.exists() and not path.is_dir():
+        raise CheckpointError(f"{path} exists and is not a folder")
+    temp.mkdir()
+
+
+def _write_shards(
+    temp: Path,
+    save_id: str,
+    named: Mapping[str, Tensor],
+    plan: Mapping[str, tuple[Piece, ...]],
+) -> dict[str, dict[int, np.ndarray]]:
+    """Write this rank's file; return everyone's checksums by tensor and writer."""
+    everyone = world()
+    shards = [
+        Shard(name, named[name].dtype.name, piece.box.shape, _fetch(named[name], piece))
+        for name, pieces in plan.items()
+        for piece in pieces
+        if piece.writer == everyone.rank
+    ]
+    own: dict[str, np.ndarray] = {}
+    problem: CheckpointError | None = None
+    try:
+        if shards:
+            path = temp / fmt.data_name(save_id, everyone.rank)
+            own = write_data_file(path, save_id, shards)
+    except (CheckpointError, *HDF5_ERRORS) as error:
+        problem = CheckpointError(f"rank {everyone.rank}: {_described(error)}")
+    agree(problem)
+    merged: dict[str, dict[int, np.ndarray]] = {name: {} for name in plan}
+    for rank, theirs in enumerate(everyone.all_gather_object(own)):
+        for name, checksums in theirs.items():
+            merged[name][rank] = checksums
+    return merged
+
+
+def _fetch(tensor: Tensor, piece: Piece) -> Callable[[], np.ndarray]:
+    def fetch() -> np.ndarray:
+        spec = tensor.spec
+        own = tensor.local[(*piece.box.slices(spec.local_offset), ...)]
+        host: np.ndarray = spec.place.backend.to_host(own)
+        return host
+
+    return fetch
+
+
+def _publish(
+    temp: Path,
+    path: Path,
+    header: Header,
+    tensors: Mapping[str, TensorDescription],
+    plan: Mapping[str, tuple[Piece, ...]],
+    checksums: Mapping[str, Mapping[int, np.ndarray]],
+) -> None:
+    write_index(temp / fmt.INDEX_NAME, header, tensors, plan, checksums)
+    fmt.sync(temp)
+    publish.publish(temp, path, header.save_id)
+
+
+def _read_blocks(
+    path: Path, index: Index, named: Mapping[str, Tensor], names: list[str]
+) -> dict[str, np.ndarray]:
+    """Each tensor's block on this rank, once every rank has read all of its own."""
+    arrays: dict[str, np.ndarray] = {}
+    problem: CheckpointError | None = None
+    try:
+        with BlockReader(path, index) as reader:
+            for name in names:
+                tensor = named[name]
+                if not tensor.is_shell:
+                    spec = tensor.spec
+                    box = Box(tuple(spec.local_offset), tuple(spec.local_shape))
+                    arrays[name] = reader.read(name, box)
+    except CheckpointError as error:
+        problem = error
+    agree(problem)
+    return arrays
