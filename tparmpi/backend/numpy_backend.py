@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from . import dtypes
+from . import dtypes, numpy_attention, numpy_kernels, numpy_updates
 from .base import Backend
 from .random import Key
 
@@ -26,6 +26,24 @@ class NumpyBackend(Backend):
             *("complex64", "complex128"),
         )
     )
+
+    gelu = staticmethod(numpy_kernels.gelu)
+    gelu_backward = staticmethod(numpy_kernels.gelu_backward)
+    layer_norm = staticmethod(numpy_kernels.layer_norm)
+    layer_norm_backward = staticmethod(numpy_kernels.layer_norm_backward)
+    softmax = staticmethod(numpy_kernels.softmax)
+    softmax_backward = staticmethod(numpy_kernels.softmax_backward)
+    attention = staticmethod(numpy_attention.attention)
+    attention_backward = staticmethod(numpy_attention.attention_backward)
+    embedding = staticmethod(numpy_kernels.embedding)
+    embedding_backward = staticmethod(numpy_kernels.embedding_backward)
+    xent_local_max = staticmethod(numpy_kernels.xent_local_max)
+    xent_local_stats = staticmethod(numpy_kernels.xent_local_stats)
+    xent_backward = staticmethod(numpy_kernels.xent_backward)
+    adamw = staticmethod(numpy_updates.adamw)
+    sgd = staticmethod(numpy_updates.sgd)
+    sum_of_squares = staticmethod(numpy_updates.sum_of_squares)
+    all_finite = staticmethod(numpy_updates.all_finite)
 
     def empty(self, shape: Sequence[int], dtype: Any) -> np.ndarray:
         return np.empty(shape, dtype)

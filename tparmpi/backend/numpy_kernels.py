@@ -1,0 +1,281 @@
+"""Faster NumPy versions of the elementwise, row and vocabulary kernels.
+
+Long chains of operations run over blocks that stay in the cache and write to the same
+scratch arrays. Row sums go through ``einsum`` and ``vecdot``, row maxima through
+``reduceat``: they cost a fraction of a reduction along the last axis, and a row's
+result does not depend on how many other rows there are.
+
+Shapes as in `kernels`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+
+import numpy as np
+
+from . import kernels
+from .kernels import GELU_CUBIC, GELU_SLOPE
+
+Array = np.ndarray
+
+# Elements of a block: a handful of float32 blocks of this size fit a 1 MiB cache, and a
+# call's fixed cost is a small part of the work on one.
+BLOCK = 1 << 14
+
+
+def blocks(length: int, size: int = BLOCK) -> Iterator[slice]:
+    """Yield slices of at most ``size`` that cover ``range(length)``."""
+    for first in range(0, length, size):
+        yield slice(first, min(first + size, length))
+
+
+def row_blocks(rows: Array) -> Iterator[slice]:
+    """Yield slices of the rows of a (rows, width) array, a block of elements each."""
+    return blocks(rows.shape[0], max(BLOCK // rows.shape[1], 1))
+
+
+def flat(x: Array) -> Array:
+    """Return the elements in C order as 1-d, a view where possible."""
+    return x.reshape(-1)
+
+
+def as_rows(x: Array) -> Array:
+    """Return x (..., D) as a C-contiguous (rows, D), a view where possible."""
+    return np.ascontiguousarray(x).reshape(-1, x.shape[-1])
+
+
+@lru_cache(maxsize=256)
+def _row_starts(rows: int, width: int) -> Array:
+    return np.arange(0, rows * width, width)
+
+
+def row_max(rows: Array) -> Array:
+    """Return the maximum of each row of a C-contiguous (rows, width), width > 0."""
+    starts = _row_starts(*rows.shape)
+    return np.maximum.reduceat(rows.reshape(-1), starts)
+
+
+def row_sum(rows: Array) -> Array:
+    """Return the sum of each row of (rows, width)."""
+    return np.einsum("ij->i", rows)
+
+
+def gelu(x: Array) -> Array:
+    """See `kernels.gelu`."""
+    y = np.empty(x.shape, x.dtype)
+    x_flat, y_flat = flat(x), y.reshape(-1)
+    scratch = np.empty(min(x.size, BLOCK), x.dtype)
+    for block in blocks(x.size):
+        value, out = x_flat[block], y_flat[block]
+        inner = scratch[: value.size]
+        np.multiply(value, value, out=inner)
+        inner *= GELU_SLOPE * GELU_CUBIC
+        inner += GELU_SLOPE
+        inner *= value
+        np.tanh(inner, out=inner)
+        np.multiply(value, 0.5, out=out)
+        inner *= out
+        out += inner
+    return y
+
+
+def gelu_backward(x: Array, grad: Array) -> Array:
+    """See `kernels.gelu_backward`."""
+    dx = np.empty(x.shape, x.dtype)
+    x_flat, grad_flat, dx_flat = flat(x), flat(grad), dx.reshape(-1)
+    scratch = np.empty((2, min(x.size, BLOCK)), x.dtype)
+    for block in blocks(x.size):
+        value, out = x_flat[block], dx_flat[block]
+        t, sech2 = scratch[:, : value.size]
+        np.multiply(value, value, out=out)
+        np.multiply(out, GELU_SLOPE * GELU_CUBIC, out=t)
+        t += GELU_SLOPE
+        t *= value
+        np.tanh(t, out=t)
+        np.multiply(t, t, out=sech2)
+        np.subtract(1.0, sech2, out=sech2)
+        sech2 *= value
+        out *= 3.0 * GELU_SLOPE * GELU_CUBIC
+        out += GELU_SLOPE
+        out *= sech2
+        out += t
+        out += 1.0
+        out *= 0.5
+        out *= grad_flat[block]
+    return dx
+
+
+def layer_norm(
+    x: Array, gain: Array, bias: Array, eps: float
+) -> tuple[Array, Array, Array]:
+    """See `kernels.layer_norm`."""
+    if x.size == 0:
+        return kernels.layer_norm(np, x, gain, bias, eps)
+    y = np.empty(x.shape, x.dtype)
+    mean = np.empty(x.shape[:-1], x.dtype)
+    rstd = np.empty(x.shape[:-1], x.dtype)
+    x_rows, y_rows = as_rows(x), y.reshape(-1, x.shape[-1])
+    mean_rows, rstd_rows = mean.reshape(-1), rstd.reshape(-1)
+    per_element = 1.0 / x.shape[-1]
+    for block in row_blocks(x_rows):
+        value, out = x_rows[block], y_rows[block]
+        centre, spread = mean_rows[block], rstd_rows[block]
+        np.multiply(row_sum(value), per_element, out=centre)
+        np.subtract(value, centre[:, None], out=out)
+        np.multiply(np.vecdot(out, out), per_element, out=spread)
+        spread += eps
+        np.sqrt(spread, out=spread)
+        np.divide(1.0, spread, out=spread)
+        out *= spread[:, None]
+        out *= gain
+        out += bias
+    return y, mean, rstd
+
+
+def layer_norm_backward(
+    x: Array,
+    mean: Array,
+    rstd: Array,
+    gain: Array,
+    grad: Array,
+    wanted: tuple[bool, bool, bool] = (True, True, True),
+) -> tuple[Array | None, Array | None, Array | None]:
+    """See `kernels.layer_norm_backward`."""
+    if x.size == 0:
+        return kernels.layer_norm_backward(np, x, mean, rstd, gain, grad, wanted)
+    width = x.shape[-1]
+    x_rows, grad_rows = as_rows(x), as_rows(grad)
+    mean_column, rstd_column = mean.reshape(-1, 1), rstd.reshape(-1, 1)
+    dx = np.empty(x.shape, x.dtype) if wanted[0] else None
+    dgain = np.zeros(width, x.dtype) if wanted[1] else None
+    dbias = np.zeros(width, x.dtype) if wanted[2] else None
+    for block in row_blocks(x_rows):
+        upstream, spread = grad_rows[block], rstd_column[block]
+        if dbias is not None:
+            dbias += np.einsum("ij->j", upstream)
+        if dx is None and dgain is None:
+            continue
+        normalised = x_rows[block] - mean_column[block]
+        normalised *= spread
+        if dgain is not None:
+            dgain += np.einsum("ij,ij->j", upstream, normalised)
+        if dx is not None:
+            out = dx.reshape(-1, width)[block]
+            np.multiply(upstream, gain, out=out)
+            offset = row_sum(out)
+            slope = np.vecdot(out, normalised)
+            offset /= width
+            slope /= width
+            normalised *= slope[:, None]
+            out -= normalised
+            out -= offset[:, None]
+            out *= spread
+    return dx, dgain, dbias
+
+
+def softmax(x: Array, axis: int = -1) -> Array:
+    """See `kernels.softmax`."""
+    if axis not in (-1, x.ndim - 1) or x.size == 0:
+        return kernels.softmax(np, x, axis)
+    y = np.empty(x.shape, x.dtype)
+    x_rows, y_rows = as_rows(x), y.reshape(-1, x.shape[-1])
+    for block in row_blocks(x_rows):
+        value, out = x_rows[block], y_rows[block]
+        np.subtract(value, row_max(value)[:, None], out=out)
+        np.exp(out, out=out)
+        out /= row_sum(out)[:, None]
+    return y
+
+
+def softmax_backward(y: Array, grad: Array, axis: int = -1) -> Array:
+    """See `kernels.softmax_backward`."""
+    if axis not in (-1, y.ndim - 1) or y.size == 0:
+        return kernels.softmax_backward(np, y, grad, axis)
+    dx = np.empty(y.shape, y.dtype)
+    y_rows, grad_rows = as_rows(y), as_rows(grad)
+    dx_rows = dx.reshape(y_rows.shape)
+    for block in row_blocks(y_rows):
+        value, upstream, out = y_rows[block], grad_rows[block], dx_rows[block]
+        np.subtract(upstream, np.vecdot(value, upstream)[:, None], out=out)
+        out *= value
+    return dx
+
+
+def embedding(table: Array, ids: Array, first: int = 0) -> Array:
+    """See `kernels.embedding`."""
+    if table.shape[0] == 0 or ids.size == 0:
+        return kernels.embedding(np, table, ids, first)
+    index = ids.astype(np.intp)
+    index -= first
+    if index.min() >= 0 and index.max() < table.shape[0]:
+        return table.take(index, axis=0)
+    return kernels.embedding(np, table, ids, first)
+
+
+def embedding_backward(grad: Array, ids: Array, first: int, rows: int) -> Array:
+    """See `kernels.embedding_backward`.
+
+    The positions are the columns of a sparse matrix of ones, at most one in each, and
+    the gradient its product with ``grad``: a row is the left fold of its positions.
+    """
+    width = grad.shape[-1]
+    index = ids.reshape(-1).astype(np.intp) - first
+    inside = (index >= 0) & (index < rows)
+    column_ends = np.zeros(index.size + 1, np.intp)
+    np.cumsum(inside, out=column_ends[1:])
+    if width == 0 or not column_ends[-1]:
+        return np.zeros((rows, width), grad.dtype)
+    from scipy.sparse import csc_array
+
+    ones = np.ones(column_ends[-1], grad.dtype)
+    shape = (rows, index.size)
+    positions = csc_array((ones, index[inside], column_ends), shape=shape)
+    return positions @ as_rows(grad)
+
+
+def xent_local_max(logits: Array) -> Array:
+    """See `kernels.xent_local_max`."""
+    if logits.size == 0:
+        return kernels.xent_local_max(np, logits)
+    return row_max(as_rows(logits)).reshape(logits.shape[:-1])
+
+
+def xent_local_stats(
+    logits: Array, targets: Array, first: int, maximum: Array
+) -> tuple[Array, Array]:
+    """See `kernels.xent_local_stats`."""
+    if logits.size == 0:
+        return kernels.xent_local_stats(np, logits, targets, first, maximum)
+    rows = as_rows(logits)
+    peak = maximum.reshape(-1, 1)
+    sumexp = np.empty(rows.shape[0], logits.dtype)
+    for block in row_blocks(rows):
+        weights = rows[block] - peak[block]
+        np.exp(weights, out=weights)
+        sumexp[block] = row_sum(weights)
+    target_logit = kernels.target_logits(np, logits, targets, first)
+    return sumexp.reshape(maximum.shape), target_logit
+
+
+def xent_backward(
+    logits: Array, targets: Array, first: int, logsumexp: Array, grad: Array
+) -> Array:
+    """See `kernels.xent_backward`."""
+    if logits.size == 0:
+        return np.empty(logits.shape, logits.dtype)
+    dlogits = np.empty(logits.shape, logits.dtype)
+    rows, out_rows = as_rows(logits), dlogits.reshape(-1, logits.shape[-1])
+    shift, upstream = logsumexp.reshape(-1, 1), grad.reshape(-1, 1)
+    for block in row_blocks(rows):
+        out = out_rows[block]
+        np.subtract(rows[block], shift[block], out=out)
+        np.exp(out, out=out)
+        out *= upstream[block]
+    index = targets.reshape(-1).astype(np.intp) - first
+    row = np.flatnonzero((index >= 0) & (index < rows.shape[1]))
+    column = index[row]
+    probability = np.exp(rows[row, column] - shift[row, 0])
+    out_rows[row, column] = (probability - 1.0) * upstream[row, 0]
+    return dlogits
