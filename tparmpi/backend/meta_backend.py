@@ -17,7 +17,7 @@ class MetaBackend(Backend):
     """`MetaArray` objects. Whatever needs values raises DeviceError. See `Backend`."""
 
     kind = "meta"
-    xp = None
+    xp: Any = None
     supported_dtypes = NumpyBackend.supported_dtypes
 
     def empty(self, shape: Sequence[int], dtype: Any) -> MetaArray:

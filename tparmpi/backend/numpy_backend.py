@@ -16,7 +16,7 @@ class NumpyBackend(Backend):
     """NumPy arrays. See `Backend`."""
 
     kind = "cpu"
-    xp = np
+    xp: Any = np
     supported_dtypes = frozenset(
         np.dtype(kind).name
         for kind in (
