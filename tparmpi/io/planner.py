@@ -19,7 +19,7 @@ from tparmpi.errors import CheckpointError
 
 # A replicated block is divided among its holders only into pieces of at least this
 # many bytes: smaller ones cost more in mapping entries than they save in balance.
-MIN_PIECE_BYTES = 256 << 10
+MIN_PIECE_BYTES = 64 << 10
 
 
 @dataclass(frozen=True, order=True)

@@ -10,10 +10,12 @@ from __future__ import annotations
 import glob
 import hashlib
 import itertools
+import math
 import os
 import sys
 import sysconfig
 from collections.abc import Callable, Iterator
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -199,21 +201,21 @@ class Windows:
 
 def permuted(positions: Indices, count: int, keys: Indices) -> Indices:
     """Where a keyed permutation of ``range(count)`` sends each position. Local."""
-    half_bits = max(1, -(-(count - 1).bit_length() // 2))
-    result = positions.copy()
-    outside = np.arange(len(result))
+    half = np.uint64(math.isqrt(count - 1) + 1)
+    result = _feistel(positions, half, keys)
+    outside = np.flatnonzero(result >= count)
     while len(outside):
-        result[outside] = _feistel(result[outside], np.uint64(half_bits), keys)
+        result[outside] = _feistel(result[outside], half, keys)
         outside = outside[result[outside] >= count]
     return result
 
 
-def _feistel(values: Indices, half_bits: np.uint64, keys: Indices) -> Indices:
-    mask = (np.uint64(1) << half_bits) - np.uint64(1)
-    left, right = values >> half_bits, values & mask
+def _feistel(values: Indices, half: np.uint64, keys: Indices) -> Indices:
+    """Permute ``range(half * half)``; the halves are digits to the base `half`."""
+    left, right = np.divmod(values, half)
     for key in keys:
-        left, right = right, left ^ (_mixed(right ^ key) & mask)
-    return (left << half_bits) | right
+        left, right = right, (left + _mixed(right ^ key) % half) % half
+    return left * half + right
 
 
 def _mixed(values: Indices) -> Indices:
@@ -223,6 +225,7 @@ def _mixed(values: Indices) -> Indices:
     return values ^ (values >> np.uint64(31))
 
 
+@lru_cache(maxsize=16)
 def _keys(seed: int, epoch: int) -> Indices:
     digest = hashlib.blake2b(
         f"sample order {seed} {epoch}".encode(), digest_size=8 * (_FEISTEL_ROUNDS + 1)
