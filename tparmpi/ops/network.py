@@ -1,0 +1,181 @@
+"""Operators of neural networks: softmax, norms, attention, embedding, losses."""
+
+from __future__ import annotations
+
+import string
+from typing import Any
+
+from tparmpi.ops.reductions import normalize_dims
+from tparmpi.tensors import Plan, Tensor, method, operator
+
+
+def _softmax_rule(x: tuple[int, ...], *, dim: int) -> str:
+    letters = string.ascii_letters[: len(x)]
+    marked = f"{letters[:dim]}{{{letters[dim]}}}{letters[dim + 1 :]}"
+    return f"{marked}->{marked}"
+
+
+@operator(_softmax_rule, name="softmax")
+def _softmax(plan: Plan, x: Any) -> Any:
+    """Return the softmax of `x` along the attribute `dim`."""
+    dim = plan.attributes["dim"]
+    factor = string.ascii_letters[dim]
+    if not plan.factors[factor].axes:
+        y = plan.backend.softmax(x, dim)
+        return y, y
+    shape = plan.inputs[0].local_shape
+    if shape[dim]:
+        peak = x.max(axis=dim, keepdims=True)
+    else:
+        peak = plan.xp.full(
+            shape[:dim] + (1,) + shape[dim + 1 :], -plan.xp.inf, x.dtype
+        )
+    y = plan.xp.exp(x - plan.combine(factor, peak, "max"))
+    y /= plan.combine(factor, y.sum(axis=dim, keepdims=True))
+    return y, y
+
+
+@_softmax.define_backward
+def _(plan: Plan, saved: Any, grad: Any, wanted: tuple[bool, ...]) -> Any:
+    dim = plan.attributes["dim"]
+    factor = string.ascii_letters[dim]
+    if not plan.factors[factor].axes:
+        return (plan.backend.softmax_backward(saved, grad, dim),)
+    inner = plan.combine(factor, (grad * saved).sum(axis=dim, keepdims=True))
+    return (saved * (grad - inner),)
+
+
+@method
+def softmax(x: Tensor, dim: int = -1) -> Tensor:
+    """Return ``exp(x) / sum(exp(x))`` along `dim`.
+
+    If `dim` is sharded, members exchange its maximum and sum only.
+
+    Raises
+    ------
+    ShapeError
+        If the dim does not exist.
+    """
+    (dim,) = normalize_dims(x, dim, "softmax")
+    result: Tensor = _softmax(x, dim=dim)
+    return result
+
+
+@operator("...[d],[d],[d]->...[d]")
+def layer_norm(plan: Plan, x: Any, gain: Any, bias: Any, *, eps: float = 1e-5) -> Any:
+    """Return `x` with mean 0 and variance 1 over its last dim, times gain, plus bias.
+
+    ``(x - mean) / sqrt(variance + eps) * gain + bias``, Ba et al. (2016). The last dim must
+    not be sharded.
+
+    Parameters
+    ----------
+    x : (..., D)
+    gain, bias : (D,)
+    """
+    y, mean, rstd = plan.backend.layer_norm(x, gain, bias, eps)
+    return y, (x, mean, rstd, gain)
+
+
+@layer_norm.define_backward
+def _(plan: Plan, saved: Any, grad: Any, wanted: tuple[bool, ...]) -> Any:
+    x, mean, rstd, gain = saved
+    return plan.backend.layer_norm_backward(x, mean, rstd, gain, grad, wanted)
+
+
+def _attention_rule(
+    q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...], *, causal: bool = True
+) -> str:
+    return "b[t]h[e],b[s]h[e],b[s]h[f]->b[t]h[f]"
+
+
+@operator(_attention_rule)
+def attention(plan: Plan, q: Any, k: Any, v: Any, *, scale: float | None = None) -> Any:
+    """Return ``softmax(scale q k^T) v`` for each batch row and head.
+
+    Batch and heads may be sharded, in any chunks; positions must be whole.
+
+    Parameters
+    ----------
+    q : (B, T, H, E)
+    k : (B, S, H, E)
+    v : (B, S, H, F)
+    causal
+        Query t sees keys up to t + S - T only.
+    scale
+        ``E**-0.5`` by default.
+
+    Returns
+    -------
+    Tensor : (B, T, H, F)
+    """
+    if scale is None:
+        scale = q.shape[-1] ** -0.5
+    y, saved = plan.backend.attention(q, k, v, scale, plan.attributes["causal"])
+    return y, (q, k, v, saved, y, scale)
+
+
+@attention.define_backward
+def _(plan: Plan, saved: Any, grad: Any, wanted: tuple[bool, ...]) -> Any:
+    q, k, v, inner, y, scale = saved
+    causal = plan.attributes["causal"]
+    return plan.backend.attention_backward(
+        q, k, v, inner, y, grad, scale, causal, wanted
+    )
+
+
+@operator("vd,...->...d", linear=(0,), dtype=lambda dtypes, _: dtypes[0])
+def embedding(plan: Plan, table: Any, ids: Any) -> Any:
+    """Return the rows of `table` that `ids` name.
+
+    A contraction over the vocabulary: if that is sharded, each member gives its own rows,
+    zeros for the others, and the result is a pending sum.
+
+    Parameters
+    ----------
+    table : (V, D)
+    ids : (...), integers from 0 to V-1
+    """
+    rows = plan.backend.embedding(table, ids, plan.factors["v"].offset)
+    return rows, ids
+
+
+@embedding.define_backward
+def _(plan: Plan, saved: Any, grad: Any, wanted: tuple[bool, ...]) -> Any:
+    shard = plan.factors["v"]
+    dtable = plan.backend.embedding_backward(grad, saved, shard.offset, shard.length)
+    return dtable, None
+
+
+@operator("...{v},...->...", dtype=lambda dtypes, _: dtypes[0])
+def cross_entropy(plan: Plan, logits: Any, targets: Any) -> Any:
+    """Return ``logsumexp(logits) - logits[target]`` for each position, in nats.
+
+    If the vocabulary is sharded, members exchange the maximum, and then the sum of
+    exponentials together with the target's logit: two numbers a position.
+
+    Parameters
+    ----------
+    logits : (..., V)
+    targets : (...), integers from 0 to V-1
+
+    Returns
+    -------
+    Tensor : (...)
+    """
+    backend, xp = plan.backend, plan.xp
+    first = plan.factors["v"].offset
+    peak = plan.combine("v", backend.xent_local_max(logits), "max")
+    sums, chosen = backend.xent_local_stats(logits, targets, first, peak)
+    if plan.factors["v"].axes:
+        sums, chosen = plan.combine("v", xp.stack((sums, chosen)))
+    logsumexp = xp.log(sums) + peak
+    return logsumexp - chosen, (logits, targets, logsumexp)
+
+
+@cross_entropy.define_backward
+def _(plan: Plan, saved: Any, grad: Any, wanted: tuple[bool, ...]) -> Any:
+    logits, targets, logsumexp = saved
+    first = plan.factors["v"].offset
+    dlogits = plan.backend.xent_backward(logits, targets, first, logsumexp, grad)
+    return dlogits, None

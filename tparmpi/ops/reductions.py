@@ -1,0 +1,89 @@
+"""Sums and means."""
+
+from __future__ import annotations
+
+import string
+from math import prod
+from typing import Any
+
+from tparmpi.errors import ShapeError
+from tparmpi.tensors import Plan, Tensor, method, operator
+
+
+def _sum_rule(
+    x: tuple[int, ...], *, dims: tuple[int, ...], keepdims: bool = False
+) -> str:
+    letters = string.ascii_letters[: len(x)]
+    kept = "".join(
+        ("1" if keepdims else "") if i in dims else letter
+        for i, letter in enumerate(letters)
+    )
+    return f"{letters}->{kept}"
+
+
+@operator(_sum_rule, name="sum", linear=(0,))
+def _sum(plan: Plan, x: Any) -> Any:
+    """Return the sum of `x` over the attribute `dims`."""
+    attributes = plan.attributes
+    return x.sum(axis=attributes["dims"], keepdims=attributes["keepdims"]), None
+
+
+@_sum.define_backward
+def _(plan: Plan, saved: Any, grad: Any, wanted: tuple[bool, ...]) -> Any:
+    xp = plan.xp
+    if not plan.attributes["keepdims"]:
+        grad = xp.expand_dims(grad, plan.attributes["dims"])
+    return (xp.broadcast_to(grad, plan.inputs[0].local_shape),)
+
+
+@method
+def sum(  # noqa: A001
+    x: Tensor, dim: int | tuple[int, ...] | None = None, keepdims: bool = False
+) -> Tensor:
+    """Return the sum over `dim`, or over all dims.
+
+    Over a sharded dim it stays pending (`Partial`); nothing is communicated.
+
+    Raises
+    ------
+    ShapeError
+        If a dim does not exist.
+    """
+    result: Tensor = _sum(x, dims=normalize_dims(x, dim, "sum"), keepdims=keepdims)
+    return result
+
+
+@method
+def mean(
+    x: Tensor, dim: int | tuple[int, ...] | None = None, keepdims: bool = False
+) -> Tensor:
+    """Return the mean over `dim`, or over all dims: the sum over the global count.
+
+    Raises
+    ------
+    ShapeError
+        If a dim does not exist, or there is nothing to take the mean of.
+    """
+    dims = normalize_dims(x, dim, "mean")
+    count = prod(x.shape[i] for i in dims)
+    if count == 0:
+        raise ShapeError(
+            f"mean: a tensor of shape {x.shape} has no elements over {dim}"
+        )
+    return sum(x, dims, keepdims) / count
+
+
+def normalize_dims(
+    x: Tensor, dim: int | tuple[int, ...] | None, name: str
+) -> tuple[int, ...]:
+    """Return `dim` as sorted numbers from 0; all dims for None."""
+    if dim is None:
+        return tuple(range(x.ndim))
+    dims = dim if isinstance(dim, tuple) else (dim,)
+    for i in dims:
+        if not -x.ndim <= i < x.ndim:
+            raise ShapeError(f"{name}: a tensor of shape {x.shape} has no dim {i}")
+    found = sorted(i % x.ndim for i in dims)
+    if len(set(found)) != len(found):
+        raise ShapeError(f"{name}: a dim stands twice in {dims}")
+    return tuple(found)

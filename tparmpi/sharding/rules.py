@@ -1,0 +1,260 @@
+"""Operator rules: einsum-like strings that say which factors may be sharded.
+
+A rule names every dim of the operands and outputs by factors, one letter each::
+
+    mk,kn->mn            a product: `k` is contracted, its sums may stay pending
+    mk,kn + n->mn        a sum of two terms; the second lacks `k`
+    ...,...->...         leading dims of any number, broadcast as NumPy does
+    b[t]d->b[t]d         `t` must be whole
+    b{v},b->b            `v` may be sharded; the operator itself combines the pieces
+    b(hd)->bhd           a composite dim, of which only the leading factor may be sharded
+    1d->bd               a dim of size 1 that no factor names
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+
+from tparmpi.errors import ShapeError
+
+Dim = tuple[str, ...]
+"""The factors whose product is a dim, outermost first; empty for a dim of size 1."""
+
+WHOLE = "whole"
+COMBINE = "combine"
+FREE = "free"
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A rule with its letters bound to the dims of given shapes.
+
+    Attributes
+    ----------
+    operands, outputs
+        For each operand or output, its dims.
+    terms
+        For each operand, the number of the term it stands in.
+    sizes
+        Size of each factor.
+    kinds
+        ``"free"``, ``"whole"`` or ``"combine"`` for each factor.
+    """
+
+    operands: tuple[tuple[Dim, ...], ...]
+    outputs: tuple[tuple[Dim, ...], ...]
+    terms: tuple[int, ...]
+    sizes: Mapping[str, int]
+    kinds: Mapping[str, str]
+
+    @property
+    def output_shapes(self) -> tuple[tuple[int, ...], ...]:
+        return tuple(
+            tuple(prod(self.sizes[f] for f in dim) for dim in dims)
+            for dims in self.outputs
+        )
+
+    def leading_dim(self, dims: tuple[Dim, ...], factor: str) -> int | None:
+        """Return the number of the dim that `factor` leads, or None."""
+        for number, dim in enumerate(dims):
+            if dim and dim[0] == factor:
+                return number
+        return None
+
+    def has(self, dims: tuple[Dim, ...], factor: str) -> bool:
+        """Return whether `factor` occurs in any of `dims`."""
+        return any(factor in dim for dim in dims)
+
+    def term_has(self, term: int, factor: str) -> bool:
+        """Return whether any operand of `term` has `factor`."""
+        return any(
+            number == term and self.has(dims, factor)
+            for number, dims in zip(self.terms, self.operands, strict=True)
+        )
+
+    def shardable(self, factor: str, parts: int) -> bool:
+        """Return whether `factor` may be split into `parts` chunks."""
+        if self.kinds[factor] == WHOLE:
+            return False
+        for dims in (*self.operands, *self.outputs):
+            for dim in dims:
+                if factor not in dim:
+                    continue
+                if dim[0] != factor:
+                    return False
+                if (
+                    prod(self.sizes[f] for f in dim[1:]) != 1
+                    and self.sizes[factor] % parts
+                ):
+                    return False
+        return True
+
+
+def bind(
+    text: str,
+    shapes: Sequence[tuple[int, ...]],
+    name: str,
+    sizes: Mapping[str, int] | None = None,
+) -> Rule:
+    """Bind the rule `text` to operands of `shapes`.
+
+    Parameters
+    ----------
+    name
+        The operator's name, for error messages.
+    sizes
+        Sizes of factors that no operand dim tells alone.
+
+    Raises
+    ------
+    ShapeError
+        If the shapes do not fit the rule.
+    """
+    terms, outputs = _parse(text)
+    written = [
+        (operand, number) for number, term in enumerate(terms) for operand in term
+    ]
+    if len(written) != len(shapes):
+        raise ShapeError(
+            f"{name}: takes {len(written)} operands, but {len(shapes)} were given"
+        )
+    known = dict(sizes or {})
+    kinds: dict[str, str] = {}
+    operands: list[tuple[Dim, ...]] = []
+    for position, ((operand, _), shape) in enumerate(zip(written, shapes, strict=True)):
+        dims = _expand(operand, len(shape), name, position, text)
+        operands.append(_bind_dims(dims, shape, known, name, position))
+        kinds.update((f, kind) for _, factors, kind in operand for f in factors)
+    ellipsis = max(
+        (_ellipsis_length(o, s) for (o, _), s in zip(written, shapes)), default=0
+    )
+    results = tuple(_expand_output(output, ellipsis) for output in outputs)
+    for dims in results:
+        for dim in dims:
+            for factor in dim:
+                if factor.startswith("."):
+                    known.setdefault(factor, 1)
+                if factor not in known:
+                    raise ShapeError(f"{name}: the size of '{factor}' is not known")
+    for factor in known:
+        kinds.setdefault(factor, FREE)
+    seen = {f for dims in operands for dim in dims for f in dim}
+    for dims in results:
+        for dim in dims:
+            kinds.update((f, WHOLE) for f in dim if f not in seen)
+    return Rule(tuple(operands), results, tuple(n for _, n in written), known, kinds)
+
+
+_Item = tuple[str, Dim, str]
+"""Of one written dim: "dim", "one" or "ellipsis"; its factors; their kind."""
+
+
+@lru_cache(maxsize=4096)
+def _parse(
+    text: str,
+) -> tuple[tuple[tuple[tuple[_Item, ...], ...], ...], tuple[tuple[_Item, ...], ...]]:
+    left, arrow, right = text.replace(" ", "").partition("->")
+    if not arrow:
+        raise ShapeError(f"the rule '{text}' has no '->'")
+    terms = tuple(
+        tuple(tuple(_items(operand, text)) for operand in term.split(","))
+        for term in left.split("+")
+    )
+    return terms, tuple(tuple(_items(output, text)) for output in right.split(","))
+
+
+def _items(operand: str, text: str) -> Iterator[_Item]:
+    closing = {"(": (")", FREE), "[": ("]", WHOLE), "{": ("}", COMBINE)}
+    at = 0
+    while at < len(operand):
+        char = operand[at]
+        if operand.startswith("...", at):
+            yield "ellipsis", (), FREE
+            at += 3
+        elif char == "1":
+            yield "one", (), FREE
+            at += 1
+        elif char in closing:
+            close, kind = closing[char]
+            end = operand.find(close, at)
+            if end < 0:
+                raise ShapeError(f"the rule '{text}' lacks a '{close}'")
+            yield "dim", tuple(operand[at + 1 : end]), kind
+            at = end + 1
+        elif char.isalpha():
+            yield "dim", (char,), FREE
+            at += 1
+        else:
+            raise ShapeError(f"the rule '{text}' has an unexpected '{char}'")
+
+
+def _ellipsis_length(operand: tuple[_Item, ...], shape: tuple[int, ...]) -> int:
+    if any(kind == "ellipsis" for kind, _, _ in operand):
+        return len(shape) - len(operand) + 1
+    return 0
+
+
+def _expand(
+    operand: tuple[_Item, ...], ndim: int, name: str, position: int, text: str
+) -> list[tuple[str, Dim]]:
+    """Replace an ellipsis by as many dims as the operand has, numbered from the right."""
+    has_ellipsis = any(kind == "ellipsis" for kind, _, _ in operand)
+    count = ndim - (len(operand) - has_ellipsis)
+    if count < 0 or (count and not has_ellipsis):
+        raise ShapeError(
+            f"{name}: operand {position} has {ndim} dims, but the rule '{text}' wants "
+            f"{len(operand) - has_ellipsis}{' or more' if has_ellipsis else ''}"
+        )
+    dims: list[tuple[str, Dim]] = []
+    for kind, factors, _ in operand:
+        if kind == "ellipsis":
+            dims += [("broadcast", (f".{k}",)) for k in reversed(range(count))]
+        else:
+            dims.append((kind, factors))
+    return dims
+
+
+def _expand_output(operand: tuple[_Item, ...], ellipsis: int) -> tuple[Dim, ...]:
+    dims: list[Dim] = []
+    for kind, factors, _ in operand:
+        if kind == "ellipsis":
+            dims += [(f".{k}",) for k in reversed(range(ellipsis))]
+        else:
+            dims.append(factors)
+    return tuple(dims)
+
+
+def _bind_dims(
+    dims: list[tuple[str, Dim]],
+    shape: tuple[int, ...],
+    known: dict[str, int],
+    name: str,
+    position: int,
+) -> tuple[Dim, ...]:
+    bound: list[Dim] = []
+    for number, ((kind, factors), size) in enumerate(zip(dims, shape, strict=True)):
+        if kind == "broadcast" and size == 1:
+            bound.append(())
+            continue
+        unknown = [f for f in factors if f not in known]
+        if len(unknown) == 1:
+            others = prod(known[f] for f in factors if f in known)
+            if others and size % others == 0:
+                known[unknown[0]] = size // others
+        if any(f not in known for f in factors):
+            raise ShapeError(
+                f"{name}: dim {number} of operand {position} ({size}) cannot be "
+                f"factored as {'·'.join(factors)}"
+            )
+        expected = prod(known[f] for f in factors)
+        if expected != size:
+            raise ShapeError(
+                f"{name}: dim {number} of operand {position} is {size}, "
+                f"but {expected} is needed to fit the other operands; "
+                f"its shape is {shape}"
+            )
+        bound.append(factors)
+    return tuple(bound)

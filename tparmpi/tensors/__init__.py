@@ -1,0 +1,30 @@
+"""Tensors, the tape, the operator registry and dispatch, redistribution, random numbers."""
+
+from tparmpi.tensors import random
+from tparmpi.tensors.create import from_local, tensor
+from tparmpi.tensors.operator import Operator, operator
+from tparmpi.tensors.plan import FactorShard, Plan
+from tparmpi.tensors.redistribute import redistribute
+from tparmpi.tensors.registry import method, methods, registry
+from tparmpi.tensors.spec import Spec, spec_of
+from tparmpi.tensors.tape import no_grad, no_implicit_gather
+from tparmpi.tensors.tensor import Tensor
+
+__all__ = [
+    "FactorShard",
+    "Operator",
+    "Plan",
+    "Spec",
+    "Tensor",
+    "from_local",
+    "method",
+    "methods",
+    "no_grad",
+    "no_implicit_gather",
+    "operator",
+    "random",
+    "redistribute",
+    "registry",
+    "spec_of",
+    "tensor",
+]

@@ -1,0 +1,124 @@
+"""Making tensors from arrays."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from tparmpi.backend import MetaArray
+from tparmpi.comm import Place
+from tparmpi.errors import ShapeError
+from tparmpi.sharding import Placement, Shard, replicated
+from tparmpi.tensors.spec import spec_of
+from tparmpi.tensors.tensor import Tensor
+
+
+def tensor(array: Any, place: Place, dtype: Any = None) -> Tensor:
+    """Return `array`, the same on every rank, as a replicated tensor on `place`. Local.
+
+    Nothing is uploaded before it is needed, so that ``tensor(...).with_sharding(...)``
+    uploads this rank's block only.
+
+    Parameters
+    ----------
+    array
+        NumPy or CuPy array, whose dtype is kept, or numbers, which get the default dtype
+        of `place`. It is copied.
+    place
+        Device, group or mesh; ranks that are no members get a shell.
+    dtype
+        Cast to this dtype.
+    """
+    inner = place.inner()
+    host = array if hasattr(array, "dtype") else _with_default_dtype(array, inner)
+    if dtype is not None:
+        host = host.astype(np.dtype(dtype))
+    shape = tuple(int(n) for n in host.shape)
+    spec = spec_of(inner, shape, np.dtype(host.dtype), replicated(len(inner.shape)))
+    if not inner.is_member:
+        return Tensor(spec, MetaArray(shape, spec.dtype), place, cell=[0])
+    result = Tensor(spec, None, place, cell=[0])
+    if isinstance(host, np.ndarray) or not hasattr(host, "__cuda_array_interface__"):
+        result._host = np.array(host, dtype=spec.dtype, order="C")
+    else:
+        result._array = host.copy()
+    return result
+
+
+def from_local(
+    array: Any,
+    place: Place,
+    sharding: Placement | tuple[Placement, ...] | None = None,
+    *,
+    shape: tuple[int, ...] | None = None,
+    **by_axis: Placement,
+) -> Tensor:
+    """Return the tensor whose block on this rank is `array`.
+
+    Local if `shape` is given, else collective over the axes that shard a dim.
+
+    Parameters
+    ----------
+    array
+        This rank's block, by the chunk rule (the first members hold one element more). It
+        is copied. Not looked at on ranks that are no members.
+    sharding, by_axis
+        As for `Tensor.with_sharding`; axes not named are replicated (or hold a summand, if
+        named `Partial`).
+    shape
+        Global shape; needed where this rank is no member.
+
+    Raises
+    ------
+    ShapeError
+        If the blocks are not those of the chunk rule.
+    """
+    inner = place.inner()
+    base = replicated(len(inner.shape))
+    ndim = len(shape) if shape is not None else np.ndim(array)
+    dtype = np.dtype(array.dtype)
+    probe = Tensor(spec_of(inner, (0,) * ndim, dtype, base), None, inner)
+    layout = base
+    if sharding is not None or by_axis:
+        layout = probe._target_layout(sharding, by_axis)
+    if shape is None:
+        shape = _global_shape(tuple(array.shape), inner, layout)
+    spec = spec_of(inner, tuple(shape), dtype, layout)
+    if not inner.is_member:
+        return Tensor(spec, MetaArray(spec.local_shape, dtype), place, cell=[0])
+    if tuple(array.shape) != spec.local_shape:
+        raise ShapeError(
+            f"from_local: a tensor of shape {spec.shape} has a block of "
+            f"{spec.local_shape} on this rank, but the array is {tuple(array.shape)}; "
+            "the first members hold one element more where a dim does not divide"
+        )
+    result = Tensor(spec, None, place, cell=[0])
+    if isinstance(array, np.ndarray):
+        result._host = np.array(array, order="C")
+    else:
+        result._array = array.copy()
+    return result
+
+
+def _global_shape(
+    local: tuple[int, ...], place: Place, layout: tuple[Placement, ...]
+) -> tuple[int, ...]:
+    shape = list(local)
+    for axis in reversed(range(len(layout))):
+        placement = layout[axis]
+        group = place.axis_group(axis)
+        if isinstance(placement, Shard) and group.size > 1:
+            length = np.asarray(shape[placement.dim], np.int64)
+            shape[placement.dim] = int(group.all_reduce(length))
+    return tuple(shape)
+
+
+def _with_default_dtype(value: Any, place: Place) -> np.ndarray[Any, Any]:
+    array = np.asarray(value)
+    defaults = {
+        "f": place.settings.float,
+        "i": place.settings.int,
+        "b": place.settings.bool,
+    }
+    return array.astype(defaults.get(array.dtype.kind, array.dtype))

@@ -1,0 +1,189 @@
+"""Applying an operator: find the plan, move the operands, run, record."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from tparmpi.backend import MetaArray
+from tparmpi.comm import ledger as ledgers
+from tparmpi.errors import ImplicitGatherWarning, ShardingError
+from tparmpi.tensors.plan import Plan
+from tparmpi.tensors.redistribute import follow
+from tparmpi.tensors.spec import describe_layout
+from tparmpi.tensors.tape import Leaf, Node, Regather, mode
+from tparmpi.tensors.tensor import Tensor
+
+if TYPE_CHECKING:
+    from tparmpi.tensors.operator import Operator
+
+
+def apply(
+    operator: Operator,
+    operands: Sequence[Any],
+    attributes: tuple[tuple[str, Any], ...],
+    scalars: dict[str, Any],
+) -> Any:
+    """Apply `operator` to tensors; see `Operator`.
+
+    Returns
+    -------
+    Tensor or tuple of Tensor
+        As the operator's rule has one output or several.
+
+    Raises
+    ------
+    ShapeError
+        If the shapes do not fit the operator's rule.
+    ShardingError
+        If the operands live on different places, or only gathering a parameter (or, under
+        `no_implicit_gather`, any operand) would let the operator run.
+    """
+    try:
+        first = operands[0].spec
+        plan = first.plans[
+            operator, attributes, *[operand.spec for operand in operands[1:]]
+        ]
+    except (AttributeError, IndexError, KeyError):
+        plan = _make_plan(operator, operands, attributes)
+    if plan.gathered:
+        if any(operand.is_parameter for operand in operands):
+            plan = _make_plan(operator, operands, attributes)
+        _report_gathering(plan, operands)
+    if plan.place.is_member:
+        return _run(operator, plan, operands, scalars)
+    return _shells(plan, operands)
+
+
+def _run(
+    operator: Operator, plan: Plan, operands: Sequence[Tensor], scalars: dict[str, Any]
+) -> Any:
+    ledgers.current_operator = operator.name
+    arrays = [operand.array for operand in operands]
+    if plan.moves:
+        for number, route in enumerate(plan.routes):
+            if route is not None:
+                arrays[number] = follow(arrays[number], operands[number].spec, route)
+    outputs, saved = operator.forward(plan, *arrays, **scalars)
+    ledgers.current_operator = ""
+    if plan.has_scalars:
+        outputs = _as_arrays(plan, outputs)
+    device = operands[0].device
+    node = None
+    for operand in operands:
+        if operand.device.is_autodiff:
+            device = operand.device
+        if operand.node is not None and mode.recording:
+            node = _record(plan, saved, operands, arrays)
+            break
+    else:
+        if not device.is_autodiff:
+            device = _device_of(operands)
+    if len(plan.outputs) == 1:
+        return Tensor(plan.outputs[0], outputs, device, node, 0)
+    return tuple(
+        Tensor(spec, array, device, node, number)
+        for number, (spec, array) in enumerate(zip(plan.outputs, outputs, strict=True))
+    )
+
+
+def _as_arrays(plan: Plan, outputs: Any) -> Any:
+    """Arrays without dims in place of the scalars that NumPy makes of them."""
+    if len(plan.outputs) == 1:
+        return plan.xp.asarray(outputs)
+    return tuple(map(plan.xp.asarray, outputs))
+
+
+def _device_of(operands: Sequence[Tensor]) -> Any:
+    for operand in operands:
+        if operand.device.is_autodiff:
+            return operand.device
+    return operands[0].device
+
+
+def _record(
+    plan: Plan, saved: Any, operands: Sequence[Tensor], arrays: list[Any]
+) -> Node:
+    versions = [(o.cell, o.cell[0]) for o in operands if o.cell is not None]
+    for operand, array in zip(operands, arrays, strict=True):
+        if operand.regather is not None:
+            saved = _without(saved, array, operand.regather)
+    parents: tuple[tuple[Node | Leaf, int] | None, ...] = tuple(
+        None if o.node is None else (o.node, o.slot) for o in operands
+    )
+    return Node(plan, saved, parents, versions)
+
+
+def _without(saved: Any, array: Any, instead: Regather) -> Any:
+    """`saved` with `array` replaced by what gathers it again."""
+    if saved is array:
+        return instead
+    if type(saved) is tuple:
+        return tuple(_without(item, array, instead) for item in saved)
+    return saved
+
+
+def _shells(plan: Plan, operands: Sequence[Tensor]) -> Any:
+    device = _device_of(operands)
+    shells = tuple(
+        Tensor(spec, MetaArray(spec.local_shape, spec.dtype), device, None, 0)
+        for spec in plan.outputs
+    )
+    return shells[0] if len(shells) == 1 else shells
+
+
+def _make_plan(
+    operator: Operator,
+    operands: Sequence[Any],
+    attributes: tuple[tuple[str, Any], ...],
+) -> Plan:
+    for number, operand in enumerate(operands):
+        if not isinstance(operand, Tensor):
+            raise TypeError(
+                f"{operator.name}: operand {number} is a {type(operand).__name__}, not a "
+                "tensor; make it one with tpm.tensor(array, group)"
+            )
+    if not operands:
+        raise TypeError(f"{operator.name}: no operands were given")
+    specs = [operand.spec for operand in operands]
+    for number, spec in enumerate(specs):
+        if spec.place is not specs[0].place:
+            raise ShardingError(
+                f"{operator.name}: operand 0 lives on {specs[0].place}, operand {number} "
+                f"on {spec.place}; make all operands on the same device, group or mesh"
+            )
+    parameters = [operand.is_parameter for operand in operands]
+    plan = Plan(operator, attributes, specs, parameters)
+    if not plan.gathered or not any(parameters):
+        specs[0].plans[(operator, attributes, *specs[1:])] = plan
+    return plan
+
+
+def _report_gathering(plan: Plan, operands: Sequence[Tensor]) -> None:
+    if not plan.gathered:
+        return
+    name = plan.operator.name
+    number = plan.gathered[0]
+    layout = describe_layout(operands[number].spec)
+    wanted = describe_layout(plan.inputs[number])
+    text = (
+        f"{name}: operand {number}, of shape {operands[number].shape}, is {layout} but must "
+        f"become {wanted}; call .with_sharding(...) on it where you mean to gather"
+    )
+    if not mode.gathering:
+        raise ShardingError(text)
+    warnings.warn(text, ImplicitGatherWarning, stacklevel=_users_frame())
+
+
+def _users_frame() -> int:
+    """Distance in frames from a warning to the nearest caller outside the package."""
+    level = 1
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__", "").startswith(
+        "tparmpi."
+    ):
+        level += 1
+        frame = frame.f_back  # type: ignore[assignment]
+    return level

@@ -1,0 +1,114 @@
+"""Random numbers that do not depend on the layout.
+
+Every number is a function of (seed, stream, step, global index), drawn from the
+counter-based generator Philox4x64-10 (see `tparmpi.backend.random`). The stream is a module's
+path and the number of its call; the index counts elements of the *global batch*, so that
+microbatches, accumulation and data parallelism change nothing.
+"""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+from typing import Any
+
+from tparmpi.tensors.spec import Spec
+
+Key = tuple[int, int]
+
+
+def stream_key(*parts: int | str) -> Key:
+    """Return the generator's key for a stream named by `parts`. Local."""
+    text = "\0".join(f"{type(part).__name__}:{part}" for part in parts)
+    digest = blake2b(text.encode(), digest_size=16).digest()
+    return int.from_bytes(digest[:8], "little"), int.from_bytes(digest[8:], "little")
+
+
+class scope:
+    """Context that fixes what random operators draw.
+
+    Parameters
+    ----------
+    seed, step
+        Parts of every stream's name.
+    rows
+        Row of the global batch that is this rank's first row: for batches whose rows are
+        not those of the tensor at hand, as in a microbatch. None: the tensor's own rows.
+
+    Entering restarts the numbering of calls, so that the same calls draw the same numbers.
+    """
+
+    def __init__(self, seed: int = 0, step: int = 0, rows: int | None = None) -> None:
+        self.seed = seed
+        self.step = step
+        self.rows = rows
+        self.calls: dict[str, int] = {}
+
+    def __enter__(self) -> scope:
+        self.calls.clear()
+        _scopes.append(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _scopes.pop()
+
+    def next_key(self, stream: str) -> Key:
+        """Return the key of the next call on `stream`."""
+        call = self.calls.get(stream, 0)
+        self.calls[stream] = call + 1
+        return stream_key(self.seed, stream, call, self.step)
+
+
+_scopes = [scope()]
+
+
+def current() -> scope:
+    """Return the innermost scope; outside of any, one with seed 0 and step 0."""
+    return _scopes[-1]
+
+
+def keep_mask(key: Key, spec: Spec, p: float, rows: int | None) -> Any:
+    """Return this rank's block of a bool mask that is False with probability `p`. Local.
+
+    Parameters
+    ----------
+    rows
+        See `scope`.
+    """
+    start, extent, shape = spec.local_offset, spec.local_shape, spec.shape
+    if rows is not None and shape:
+        start = (rows, *start[1:])
+        shape = (rows + extent[0], *shape[1:])
+    return spec.place.backend.random_keep(key, shape, start, extent, p)
+
+
+def draw(
+    distribution: str,
+    seed: int,
+    name: str,
+    spec: Spec,
+    scale: float = 1.0,
+    shift: float = 0.0,
+) -> Any:
+    """Return this rank's block of initial values for the tensor called `name`. Local.
+
+    The same on every layout, bit for bit.
+
+    Parameters
+    ----------
+    distribution
+        ``"normal"`` (mean 0, deviation 1) or ``"uniform"`` (over 0 to 1).
+    scale, shift
+        The values are multiplied by `scale`, then `shift` is added.
+    """
+    backend = spec.place.backend
+    function = {"normal": backend.random_normal, "uniform": backend.random_uniform}
+    array = function[distribution](
+        stream_key(seed, "initial", name),
+        spec.shape,
+        spec.local_offset,
+        spec.local_shape,
+        spec.dtype,
+    )
+    array *= scale
+    array += shift
+    return array

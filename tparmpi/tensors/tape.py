@@ -1,0 +1,309 @@
+"""The tape: nodes that remember operator calls, and the backward pass over them.
+
+Redistributions leave no node: a tensor in another layout is the same value, so it shares
+the slot of the tensor it came from. A slot keeps one running sum of gradients for each
+layout; when its node is consumed they are merged into the layout that the node needs, with
+at most one communication for each axis. Thus a tensor read by several operators is reduced
+once, whatever layouts they read it in.
+"""
+
+from __future__ import annotations
+
+import heapq
+from itertools import count
+from typing import Any
+
+import numpy as np
+
+from tparmpi.errors import AutodiffError
+from tparmpi.sharding import PARTIAL, REPLICATE, Layout, Partial, Placement, Shard
+from tparmpi.tensors.plan import Plan
+from tparmpi.tensors.redistribute import redistribute
+from tparmpi.tensors.spec import Spec
+
+_order = count()
+
+
+class Slot:
+    """Gradients on their way to one tensor.
+
+    Attributes
+    ----------
+    spec
+        Shape, dtype and place of the tensor (its layout is one of many).
+    sums
+        For each layout the running sum and whether its array is our own to add into.
+    """
+
+    __slots__ = ("spec", "sums")
+
+    def __init__(self, spec: Spec) -> None:
+        self.spec = spec
+        self.sums: dict[Layout, tuple[Any, bool]] = {}
+
+    def add(self, array: Any, layout: Layout, owned: bool = False) -> None:
+        """Add a gradient that lies in `layout`. Local."""
+        if array.dtype != self.spec.dtype:
+            array, owned = array.astype(self.spec.dtype), True
+        if not self.spec.shape:
+            owned = False  # NumPy's sums of arrays without dims are new scalars
+        if layout not in self.sums:
+            self.sums[layout] = (array, owned)
+            return
+        total, is_ours = self.sums[layout]
+        if is_ours:
+            total += array
+        elif owned:
+            array += total
+            self.sums[layout] = (array, True)
+        else:
+            self.sums[layout] = (total + array, True)
+
+    def take(self, target: Layout) -> Any:
+        """Return the one running sum, brought to `target`, and empty the slot.
+
+        Collective over the axes whose members' sums must be brought together.
+        """
+        ((layout, (array, _)),) = self.sums.items()
+        self.sums.clear()
+        spec = self.spec.with_layout(layout)
+        return redistribute(array, spec, target, embed=True)
+
+    def pool(self, needed: Layout) -> None:
+        """Bring all running sums to one layout, from which `needed` is near.
+
+        Local where they differ by pending sums; a gradient that is whole in one sum and
+        sharded in another is gathered or sliced as `needed` says.
+        """
+        if len(self.sums) <= 1:
+            return
+        layouts = list(self.sums)
+        common = tuple(
+            _common([layout[axis] for layout in layouts], needed[axis])
+            for axis in range(len(needed))
+        )
+        sums = list(self.sums.items())
+        self.sums.clear()
+        for layout, (array, owned) in sums:
+            moved = redistribute(
+                array, self.spec.with_layout(layout), common, embed=True
+            )
+            self.add(moved, common, owned and moved is array)
+
+
+def _common(placements: list[Placement], needed: Placement) -> Placement:
+    if any(isinstance(p, Partial) for p in placements):
+        return PARTIAL
+    if all(p == placements[0] for p in placements):
+        return placements[0]
+    return needed
+
+
+class Leaf:
+    """The end of the tape at a tensor whose gradient is wanted.
+
+    Gradients stay pending here: everything is pooled locally, never reduced.
+    """
+
+    __slots__ = ("order", "slots")
+
+    def __init__(self, spec: Spec) -> None:
+        self.order = -1
+        self.slots = (Slot(spec),)
+
+    @property
+    def gradient(self) -> tuple[Any, Layout] | None:
+        """This rank's part of the gradient and its layout. Local."""
+        slot = self.slots[0]
+        if not slot.sums:
+            return None
+        if len(slot.sums) > 1:
+            slot.pool(self._nearest(list(slot.sums)))
+        (layout, (array, owned)), *_ = slot.sums.items()
+        if not owned:
+            array = array.copy()
+            slot.sums[layout] = (array, True)
+        return array, layout
+
+    def _nearest(self, layouts: list[Layout]) -> Layout:
+        """The layout to pool to without communication."""
+        own = self.slots[0].spec.layout
+        return tuple(
+            p if isinstance(p, Shard) and _sliceable(layouts, axis, p) else PARTIAL
+            for axis, p in enumerate(own)
+        )
+
+
+def _sliceable(layouts: list[Layout], axis: int, placement: Shard) -> bool:
+    return all(layout[axis] in (REPLICATE, placement) for layout in layouts)
+
+
+class Regather:
+    """A saved operand kept as its shard, to be gathered again in the backward pass."""
+
+    __slots__ = ("array", "layout", "spec")
+
+    def __init__(self, array: Any, spec: Spec, layout: Layout) -> None:
+        self.array = array
+        self.spec = spec
+        self.layout = layout
+
+    def fetch(self) -> Any:
+        """Return the gathered array. Collective over the axes gathered."""
+        return redistribute(self.array, self.spec, self.layout)
+
+
+class Node:
+    """One operator call on the tape.
+
+    Attributes
+    ----------
+    order
+        Position in the program; the backward pass runs from high to low.
+    parents
+        For each operand its node and slot number, or None where no gradient is wanted.
+    versions
+        Operands that may be written to by the library, with their version at this call.
+    """
+
+    __slots__ = ("order", "parents", "plan", "saved", "slots", "versions", "wanted")
+
+    def __init__(
+        self,
+        plan: Plan,
+        saved: Any,
+        parents: tuple[tuple[Node | Leaf, int] | None, ...],
+        versions: list[tuple[list[int], int]],
+    ) -> None:
+        self.order = next(_order)
+        self.plan: Plan | None = plan
+        self.saved = saved
+        self.parents = parents
+        self.wanted = tuple(parent is not None for parent in parents)
+        self.versions = versions
+        self.slots = tuple(Slot(spec) for spec in plan.outputs)
+
+    def run_backward(self) -> None:
+        """Consume the gradients of the outputs; hand gradients to the parents."""
+        plan = self.plan
+        if plan is None:
+            raise AutodiffError(
+                "backward: this part of the tape was used by an earlier backward() and is "
+                "freed; run the forward again"
+            )
+        for cell, version in self.versions:
+            if cell[0] != version:
+                raise AutodiffError(
+                    f"backward: an operand of {plan.operator.name} was written to after "
+                    "the forward used it; call backward() before the optimizer steps or "
+                    "weights are loaded"
+                )
+        grads, pending = self._output_gradients(plan)
+        saved = _fetch(self.saved)
+        self.plan = self.saved = None
+        operator = plan.operator
+        if operator.backward is None:
+            raise AutodiffError(f"backward: {operator.name} is not differentiable")
+        grad = grads[0] if len(grads) == 1 else grads
+        results = operator.backward(plan, saved, grad, self.wanted)
+        for number, parent in enumerate(self.parents):
+            if parent is not None:
+                node, slot = parent
+                gradient_layout = plan.gradient_layout(number, pending)
+                node.slots[slot].add(results[number], gradient_layout)
+
+    def _output_gradients(self, plan: Plan) -> tuple[tuple[Any, ...], tuple[bool, ...]]:
+        """Gradients of the outputs, and for each axis whether they are pending there."""
+        for slot, needed in zip(self.slots, plan.output_gradients, strict=True):
+            slot.pool(needed)
+        pending = tuple(
+            passes
+            and any(
+                isinstance(layout[axis], Partial)
+                for s in self.slots
+                for layout in s.sums
+            )
+            for axis, passes in enumerate(plan.may_pass)
+        )
+        grads = []
+        for slot, needed in zip(self.slots, plan.output_gradients, strict=True):
+            if not slot.sums:
+                spec = slot.spec.with_layout(needed)
+                grads.append(plan.backend.zeros(spec.local_shape, spec.dtype))
+                continue
+            target = tuple(
+                PARTIAL if waits else placement
+                for placement, waits in zip(needed, pending, strict=True)
+            )
+            grads.append(slot.take(target))
+        return tuple(grads), pending
+
+
+def _fetch(saved: Any) -> Any:
+    if isinstance(saved, Regather):
+        return saved.fetch()
+    if type(saved) is tuple:
+        return tuple(map(_fetch, saved))
+    return saved
+
+
+def run(root: Node | Leaf) -> None:
+    """Run the backward pass from `root`, whose slots hold the seed.
+
+    Collective over the places of the tensors on the tape.
+    """
+    queue: list[tuple[int, Node]] = []
+    queued: set[int] = set()
+
+    def push(node: Node | Leaf) -> None:
+        if isinstance(node, Node) and node.order not in queued:
+            queued.add(node.order)
+            heapq.heappush(queue, (-node.order, node))
+
+    push(root)
+    while queue:
+        _, node = heapq.heappop(queue)
+        node.run_backward()
+        for parent in node.parents:
+            if parent is not None:
+                push(parent[0])
+        node.parents = ()
+
+
+class _Mode:
+    """Whether operator calls are recorded, and whether gathering unasked is an error."""
+
+    recording = True
+    gathering = True
+
+
+mode = _Mode()
+
+
+class no_grad:
+    """Context in which nothing is recorded on the tape. Local."""
+
+    def __enter__(self) -> None:
+        self._before = mode.recording
+        mode.recording = False
+
+    def __exit__(self, *_: object) -> None:
+        mode.recording = self._before
+
+
+class no_implicit_gather:
+    """Context in which an operator that would gather a shard raises `ShardingError`."""
+
+    def __enter__(self) -> None:
+        self._before = mode.gathering
+        mode.gathering = False
+
+    def __exit__(self, *_: object) -> None:
+        mode.gathering = self._before
+
+
+def ones_like(spec: Spec) -> Any:
+    """Return ones of the shape of this rank's block of `spec`."""
+    array = spec.place.backend.zeros(spec.local_shape, spec.dtype)
+    array += np.ones((), spec.dtype)
+    return array

@@ -1,0 +1,508 @@
+"""The sharded tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from numbers import Number
+from typing import Any
+
+import numpy as np
+
+from tparmpi.backend import MetaArray
+from tparmpi.comm import Place
+from tparmpi.errors import AutodiffError, ShapeError, ShardingError
+from tparmpi.sharding import (
+    REPLICATE,
+    Layout,
+    Placement,
+    Replicate,
+    Shard,
+    replicated,
+    smallest_chunk,
+)
+from tparmpi.tensors import tape
+from tparmpi.tensors.redistribute import follow, route_to
+from tparmpi.tensors.registry import methods, registry
+from tparmpi.tensors.spec import Spec, describe_layout, spec_of
+
+
+class Tensor:
+    """An array of global shape, laid out over the ranks of a device, group or mesh.
+
+    Made by `tpm.tensor`, `tpm.from_local` and operators. Immutable but for `write_local`.
+    On ranks that are no members of its place it is a *shell*: shape, dtype and layout, no
+    data.
+
+    Attributes
+    ----------
+    device
+        The place it was made on (an autodiff one if gradients may be recorded).
+    spec
+        Its plain place, global shape, dtype and layout.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_array",
+        "_host",
+        "cell",
+        "device",
+        "node",
+        "regather",
+        "slot",
+        "spec",
+    )
+    __array_ufunc__ = None
+    is_parameter = False
+
+    def __init__(
+        self,
+        spec: Spec,
+        array: Any,
+        device: Place,
+        node: tape.Node | tape.Leaf | None = None,
+        slot: int = 0,
+        cell: list[int] | None = None,
+    ) -> None:
+        self.spec = spec
+        self._array = array
+        self._host: np.ndarray[Any, Any] | None = None
+        self.device = device
+        self.node = node
+        self.slot = slot
+        self.cell = cell
+        self.regather: tape.Regather | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Global shape."""
+        return self.spec.shape
+
+    @property
+    def ndim(self) -> int:
+        """Number of dims."""
+        return len(self.spec.shape)
+
+    @property
+    def size(self) -> int:
+        """Number of elements of the whole tensor."""
+        return int(np.prod(self.spec.shape, dtype=np.int64))
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Dtype of the elements."""
+        return self.spec.dtype
+
+    @property
+    def layout(self) -> Layout:
+        """One placement for each axis of the place."""
+        return self.spec.layout
+
+    @property
+    def sharding(self) -> Placement | Layout:
+        """The placement on a device or group; on a mesh a tuple in axis order."""
+        layout = self.spec.layout
+        return layout[0] if len(layout) == 1 else layout
+
+    @property
+    def is_shell(self) -> bool:
+        """Whether this rank holds no data of the tensor."""
+        return not self.spec.place.is_member
+
+    @property
+    def array(self) -> Any:
+        """This rank's block, writable, for the library's own use."""
+        if self._array is None:
+            place = self.spec.place
+            on_host = place.kind == "cpu"
+            self._array = self._host if on_host else place.backend.from_host(self._host)
+            self._host = None
+        return self._array
+
+    @property
+    def local(self) -> Any:
+        """This rank's block, a plain NumPy or CuPy array (read-only on NumPy). Local.
+
+        Raises
+        ------
+        ShardingError
+            On a shell.
+        """
+        self._refuse_shell("local")
+        array = self.array
+        if isinstance(array, np.ndarray):
+            array = array.view()
+            array.flags.writeable = False
+        return array
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether operators on this tensor are recorded."""
+        return self.node is not None
+
+    @property
+    def version(self) -> int:
+        """How often `write_local` has written to this tensor."""
+        return 0 if self.cell is None else self.cell[0]
+
+    @property
+    def grad(self) -> Tensor | None:
+        """The gradient gathered so far by `backward`, or None. Local.
+
+        It may be a pending sum (`Partial`) over axes on which this tensor is replicated;
+        `numpy()` or `with_sharding` reduces it.
+        """
+        if not isinstance(self.node, tape.Leaf):
+            return None
+        found = self.node.gradient
+        if found is None:
+            return None
+        array, layout = found
+        return Tensor(self.spec.with_layout(layout), array, self.spec.place)
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        if not isinstance(self.node, tape.Leaf):
+            raise AutodiffError(
+                "grad: only a tensor on which require_grad() was called has a gradient"
+            )
+        slot = self.node.slots[0]
+        slot.sums.clear()
+        if value is not None:
+            if value.shape != self.shape or value.spec.place is not self.spec.place:
+                raise ShapeError(
+                    f"grad: the gradient must have the shape {self.shape} and the place "
+                    f"of its tensor; its shape is {value.shape}"
+                )
+            slot.add(value.array, value.layout)
+
+    def take_grad(self, array: Any, layout: Layout) -> None:
+        """Make `array`, this rank's block under `layout`, the gradient, and own it."""
+        assert isinstance(self.node, tape.Leaf)
+        slot = self.node.slots[0]
+        slot.sums.clear()
+        slot.add(array, layout, owned=True)
+
+    def zero_grad(self) -> None:
+        """Forget the gradient. Local."""
+        if isinstance(self.node, tape.Leaf):
+            self.node.slots[0].sums.clear()
+
+    def require_grad(self) -> Tensor:
+        """Ask for this tensor's gradient; return the tensor. Local.
+
+        Raises
+        ------
+        AutodiffError
+            If the device is not an autodiff one, the dtype is not floating, or the tensor
+            is an operator's result.
+        """
+        if not self.device.is_autodiff:
+            raise AutodiffError(
+                f"require_grad: {self.device} does not record operators; make the tensor "
+                "on device.autodiff()"
+            )
+        if not np.issubdtype(self.dtype, np.inexact) and self.dtype.kind != "V":
+            raise AutodiffError(
+                f"require_grad: a tensor of {self.dtype} has no gradient; "
+                "use a floating dtype"
+            )
+        if isinstance(self.node, tape.Node):
+            raise AutodiffError(
+                "require_grad: this tensor is an operator's result and is recorded "
+                "already; call require_grad() on the tensors it was made from"
+            )
+        if self.node is None:
+            self.node = tape.Leaf(self.spec)
+            if self.cell is None:
+                self.cell = [0]
+        return self
+
+    def backward(self) -> None:
+        """Add to `grad` of all tensors this one was made from, seeded with ones.
+
+        Collective over the places of all tensors on the tape. The tape is freed on the way.
+
+        Raises
+        ------
+        AutodiffError
+            If nothing was recorded, the tape was used before, or a tensor that it needs
+            was written to since.
+        """
+        if self.is_shell:
+            return
+        if self.node is None:
+            raise AutodiffError(
+                "backward: nothing was recorded; call require_grad() on a tensor that "
+                "lives on device.autodiff()"
+            )
+        layout = tuple(p if isinstance(p, Shard) else REPLICATE for p in self.layout)
+        seed = tape.ones_like(self.spec.with_layout(layout))
+        self.node.slots[self.slot].add(seed, layout, owned=True)
+        tape.run(self.node)
+
+    def detach(self) -> Tensor:
+        """Return the same values without their history. Local."""
+        tensor = Tensor(self.spec, self._array, self.device, cell=self.cell)
+        tensor._host = self._host
+        return tensor
+
+    def with_sharding(
+        self,
+        sharding: Placement | Layout | None = None,
+        /,
+        *,
+        allow_empty: bool = False,
+        regather: bool = False,
+        **by_axis: Placement,
+    ) -> Tensor:
+        """Return the same value in another layout.
+
+        Collective over the axes that change (slicing a replicated tensor is local).
+
+        Parameters
+        ----------
+        sharding
+            A placement on a device or group; on a mesh a tuple in axis order.
+        allow_empty
+            Permit that some members hold nothing.
+        regather
+            Let the tape keep the shard and gather once more in the backward pass, instead
+            of keeping the gathered array.
+        **by_axis
+            Placements of single axes of a mesh; the others stay.
+
+        Raises
+        ------
+        ShardingError
+            If an axis or dim does not exist, a member would be left empty, or a pending sum
+            is asked for. The tensor is left as it was.
+        """
+        layout = self._target_layout(sharding, by_axis)
+        if not allow_empty:
+            self._refuse_empty(layout)
+        return self.to_layout(layout, regather=regather)
+
+    def to_layout(self, layout: Layout, *, regather: bool = False) -> Tensor:
+        """Return the same value in `layout`, which may leave members empty."""
+        if layout == self.layout:
+            return self
+        spec = self.spec
+        route = route_to(spec, layout)
+        target = spec.with_layout(layout)
+        tensor = Tensor(target, None, self.device, self.node, self.slot, self.cell)
+        if self.is_shell:
+            tensor._array = MetaArray(target.local_shape, target.dtype)
+        elif self._array is None and self._host is not None:
+            tensor._host = np.ascontiguousarray(follow(self._host, spec, route))
+        else:
+            tensor._array = follow(self.array, spec, route)
+            if regather:
+                tensor.regather = tape.Regather(self.array, spec, layout)
+        return tensor
+
+    def numpy(self) -> np.ndarray[Any, Any]:
+        """Return the whole value as a new NumPy array. Collective over the place."""
+        self._refuse_shell("numpy()")
+        whole = self.to_layout(replicated(len(self.layout)))
+        if whole._array is None and whole._host is not None:
+            return whole._host.copy()
+        return np.array(self.spec.place.backend.to_host(whole.array))
+
+    def __array__(
+        self, dtype: Any = None, copy: bool | None = None
+    ) -> np.ndarray[Any, Any]:
+        return self.numpy().astype(dtype or self.dtype, copy=False)
+
+    def item(self) -> Any:
+        """Return the value of a tensor of one element. Collective over the place."""
+        if self.size != 1:
+            raise ShapeError(
+                f"item: the tensor has {self.size} elements, not one; use numpy()"
+            )
+        return self.numpy().reshape(()).item()
+
+    def __float__(self) -> float:
+        return float(self.item())
+
+    def __int__(self) -> int:
+        return int(self.item())
+
+    def __bool__(self) -> bool:
+        return bool(self.item())
+
+    def write_local(self, array: Any) -> None:
+        """Overwrite this rank's block in place. Local.
+
+        For the library's writes: optimizers, loading, drawing initial values. A tape that
+        recorded the tensor before refuses to run its backward after.
+        """
+        self._refuse_shell("write_local()")
+        if tuple(array.shape) != self.spec.local_shape:
+            raise ShapeError(
+                f"write_local: this rank's block has the shape {self.spec.local_shape}, "
+                f"the array {tuple(array.shape)}"
+            )
+        target = self.array
+        if isinstance(array, np.ndarray) and not isinstance(target, np.ndarray):
+            array = self.spec.place.backend.from_host(array)
+        target[...] = array
+        self.mark_written()
+
+    def mark_written(self) -> None:
+        """Tell the tape that `array` was written to in place. Local."""
+        if self.cell is None:
+            self.cell = [0]
+        self.cell[0] += 1
+
+    def __repr__(self) -> str:
+        extra = ", shell" if self.is_shell else ""
+        return (
+            f"{type(self).__name__}(shape={self.shape}, dtype={self.dtype}, "
+            f"{describe_layout(self.spec)}, device={self.device}{extra})"
+        )
+
+    def __len__(self) -> int:
+        if not self.shape:
+            raise TypeError("len() of a tensor without dims")
+        return self.shape[0]
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        function = methods.get(name)
+        if function is None:
+            raise AttributeError(f"'Tensor' has no attribute or operator '{name}'")
+        return _Bound(function, self)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *methods})
+
+    def __add__(self, other: Any) -> Tensor:
+        return _binary("add", self, other)
+
+    def __radd__(self, other: Any) -> Tensor:
+        return _binary("add", other, self)
+
+    def __sub__(self, other: Any) -> Tensor:
+        return _binary("sub", self, other)
+
+    def __rsub__(self, other: Any) -> Tensor:
+        return _binary("sub", other, self)
+
+    def __mul__(self, other: Any) -> Tensor:
+        if isinstance(other, Number):
+            return registry["scale"](self, factor=other)
+        return _binary("mul", self, other)
+
+    def __rmul__(self, other: Any) -> Tensor:
+        return self * other
+
+    def __truediv__(self, other: Any) -> Tensor:
+        if not isinstance(other, Number):
+            return NotImplemented
+        return registry["scale"](self, factor=1 / other)  # type: ignore[operator]
+
+    def __neg__(self) -> Tensor:
+        return registry["scale"](self, factor=-1)
+
+    def __matmul__(self, other: Any) -> Tensor:
+        return methods["matmul"](self, other)
+
+    def _target_layout(
+        self, sharding: Placement | Layout | None, by_axis: dict[str, Placement]
+    ) -> Layout:
+        place = self.spec.place
+        if sharding is None and not by_axis:
+            raise ShardingError(
+                "with_sharding: say how, for example with_sharding(Shard(0)) on a group "
+                "or with_sharding(tp=Shard(0)) on a mesh"
+            )
+        layout = list(self.layout)
+        if sharding is not None:
+            given = sharding if isinstance(sharding, tuple) else (sharding,)
+            if len(given) != len(layout):
+                raise ShardingError(
+                    f"with_sharding: {len(given)} shardings for {len(layout)} axes "
+                    f"({', '.join(place.axes)}); name the axis: "
+                    f"with_sharding({place.axes[-1]}={given[0]!r})"
+                )
+            layout = list(given)
+        for axis, placement in by_axis.items():
+            if axis not in place.axes:
+                raise ShardingError(
+                    f"with_sharding: there is no axis '{axis}'; "
+                    f"the axes are {', '.join(place.axes)}"
+                )
+            layout[place.axes.index(axis)] = placement
+        return tuple(self._checked(placement) for placement in layout)
+
+    def _checked(self, placement: Any) -> Placement:
+        if not isinstance(placement, Placement):
+            raise ShardingError(
+                f"with_sharding: {placement!r} is no sharding; use Replicate() or "
+                "Shard(dim)"
+            )
+        if isinstance(placement, Shard):
+            if not -self.ndim <= placement.dim < self.ndim:
+                raise ShardingError(
+                    f"with_sharding: {placement!r} names no dim of a tensor of shape "
+                    f"{self.shape}"
+                )
+            return Shard(placement.dim % self.ndim)
+        return REPLICATE if isinstance(placement, Replicate) else placement
+
+    def _refuse_empty(self, layout: Layout) -> None:
+        place = self.spec.place
+        for axis, placement in enumerate(layout):
+            if not isinstance(placement, Shard) or placement == self.layout[axis]:
+                continue
+            dim = placement.dim
+            if smallest_chunk(self.shape[dim], dim, layout, place.shape) == 0:
+                raise ShardingError(
+                    f"with_sharding: dim {dim} of size {self.shape[dim]} over "
+                    f"{place.shape[axis]} members of axis '{place.axes[axis]}' would "
+                    "leave a member empty; pass allow_empty=True to permit it"
+                )
+
+    def _refuse_shell(self, what: str) -> None:
+        if self.is_shell:
+            raise ShardingError(
+                f"{what}: this rank is no member of {self.spec.place} and holds no data "
+                "of the tensor; ask on its members only"
+            )
+
+
+class _Bound:
+    """An operator bound to its first operand."""
+
+    __slots__ = ("function", "tensor")
+
+    def __init__(self, function: Callable[..., Any], tensor: Tensor) -> None:
+        self.function = function
+        self.tensor = tensor
+
+    def __call__(self, *args: Any, **keywords: Any) -> Any:
+        return self.function(self.tensor, *args, **keywords)
+
+
+def _binary(name: str, left: Any, right: Any) -> Any:
+    if not isinstance(left, Tensor):
+        left = _constant(name, left, right)
+    elif not isinstance(right, Tensor):
+        right = _constant(name, right, left)
+    return registry[name](left, right)
+
+
+def _constant(name: str, value: Any, like: Tensor) -> Tensor:
+    """A number as a tensor without dims, of the dtype and place of `like`."""
+    if not isinstance(value, Number):
+        raise TypeError(
+            f"{name}: operand is a {type(value).__name__}, not a tensor; make it one with "
+            "tpm.tensor(array, group)"
+        )
+    place = like.spec.place
+    spec = spec_of(place, (), like.dtype, replicated(len(like.layout)))
+    if like.is_shell:
+        return Tensor(spec, MetaArray((), like.dtype), place)
+    tensor = Tensor(spec, None, place)
+    tensor._host = np.asarray(value, like.dtype)
+    return tensor
