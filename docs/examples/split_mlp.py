@@ -19,5 +19,5 @@ with tpm.ledger() as ledger:
     y = y.with_sharding(tpm.Replicate())
 
 if group.rank == 0:
-    print(f"{group.size} ranks, the sum of all elements is {y.numpy().sum():.10f}")
+    print(f"{group.size} ranks, the sum of all elements is {y.numpy().sum():.6f}")
     print(f"collectives: {calls_before} up to the product, {ledger.count()} in all")

@@ -1,0 +1,37 @@
+"""The documentation's programs, as a reader would run them."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.launch import mpirun, run
+
+EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
+
+
+def output_of(name: str, ranks: int, folder: Path) -> list[str]:
+    """Run an example and return the lines it prints; one rank without a launcher."""
+    launcher = mpirun(ranks) if ranks > 1 else []
+    finished = run([*launcher, sys.executable, EXAMPLES / name], cwd=folder)
+    assert finished.code == 0, finished.err
+    assert finished.err == ""
+    return finished.out.splitlines()
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_split_mlp(ranks: int, tmp_path: Path) -> None:
+    total, calls = output_of("split_mlp.py", ranks, tmp_path)
+    # The sum is NumPy's for the same numbers, to the digits printed.
+    assert total == f"{ranks} ranks, the sum of all elements is 64.082868"
+    used = 1 if ranks > 1 else 0
+    assert calls == f"collectives: 0 up to the product, {used} in all"
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_own_operator(ranks: int, tmp_path: Path) -> None:
+    assert output_of("own_operator.py", ranks, tmp_path) == [
+        f"square has the right gradient in every layout on {ranks} ranks"
+    ]
