@@ -1,0 +1,40 @@
+"""Ranks, their devices, groups and meshes, and what travels between them.
+
+The only package that calls MPI. Importing it starts nothing.
+"""
+
+from __future__ import annotations
+
+from tparmpi.comm.agreement import agree
+from tparmpi.comm.device import Device
+from tparmpi.comm.failure import install_in_job
+from tparmpi.comm.group import Group, GroupOptions, group
+from tparmpi.comm.ledger import Ledger, ledger
+from tparmpi.comm.main import run_main
+from tparmpi.comm.mesh import Mesh, mesh
+from tparmpi.comm.place import Autodiff, Place
+from tparmpi.comm.runtime import device, devices, init, is_initialized, world
+from tparmpi.comm.settings import DeviceSettings
+
+__all__ = [
+    "Autodiff",
+    "Device",
+    "DeviceSettings",
+    "Group",
+    "GroupOptions",
+    "Ledger",
+    "Mesh",
+    "Place",
+    "agree",
+    "device",
+    "devices",
+    "group",
+    "init",
+    "is_initialized",
+    "ledger",
+    "mesh",
+    "run_main",
+    "world",
+]
+
+install_in_job()

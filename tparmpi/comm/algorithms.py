@@ -1,0 +1,229 @@
+"""How flat arrays are exchanged and summed between the members of a group.
+
+Everything here works on one operation's `Link`. Receives are posted before sends, and
+an array without elements is no message, as both sides know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from tparmpi.comm.tags import FIRST, SECOND
+from tparmpi.comm.transports.base import Transport
+from tparmpi.sharding import chunk
+
+if TYPE_CHECKING:
+    from tparmpi.comm.control import Pending
+
+Array = Any
+Fold = Callable[[Sequence[Array], Array], None]
+
+# Up to this many bytes an array is summed by sending it whole to every member: one
+# exchange instead of two.
+WHOLE_BYTES = 16 * 1024
+# Larger sums go in pieces of this many bytes, so that adding one overlaps with moving
+# the next and both stay in the cache.
+PIECE_BYTES = 1024 * 1024
+# Pieces under way at a time, each way.
+_DEPTH = 2
+
+
+class Link:
+    """One operation's messages among the members of a group.
+
+    Parameters
+    ----------
+    transport : Transport
+    tag : int
+        The operation's first tag.
+    doing : str
+        Name of the operation, for errors.
+    """
+
+    __slots__ = ("doing", "rank", "size", "tag", "transport")
+
+    def __init__(self, transport: Transport, tag: int, doing: str) -> None:
+        self.transport = transport
+        self.rank = transport.rank
+        self.size = transport.size
+        self.tag = tag
+        self.doing = doing
+
+    def pending(self) -> Pending:
+        """Return an empty set of messages."""
+        return self.transport.pending()
+
+    def send(self, pending: Pending, flat: Array, to: int, phase: int = FIRST) -> None:
+        """Start to send `flat` to a member."""
+        self.transport.start_send(pending, flat, to, self.tag + phase)
+
+    def receive(
+        self, pending: Pending, flat: Array, source: int, phase: int = FIRST
+    ) -> None:
+        """Start to receive into `flat` from a member."""
+        self.transport.start_receive(pending, flat, source, self.tag + phase)
+
+    def wait(self, pending: Pending) -> None:
+        """Complete all messages of `pending`."""
+        self.transport.wait(pending, self.doing)
+
+    def others(self) -> list[int]:
+        """The other members, the next one first, so that not all send to one."""
+        return [(self.rank + step) % self.size for step in range(1, self.size)]
+
+
+def exchange(link: Link, outgoing: Sequence[Array], incoming: Sequence[Array]) -> None:
+    """Send ``outgoing[j]`` to each member j and receive ``incoming[j]`` from it.
+
+    This rank's own entries are left alone.
+    """
+    pending = link.pending()
+    others = link.others()
+    for member in reversed(others):
+        link.receive(pending, incoming[member], member)
+    for member in others:
+        link.send(pending, outgoing[member], member)
+    link.wait(pending)
+
+
+def reduce_whole(link: Link, flat: Array, fold: Fold) -> Array:
+    """Return the members' arrays folded in member order, each sent whole to all."""
+    received = link.transport.empty((link.size, flat.size), flat.dtype)
+    parts = list(received)
+    exchange(link, [flat] * link.size, parts)
+    mine = parts[link.rank]
+    parts[link.rank] = flat
+    fold(parts, mine)
+    return mine
+
+
+def reduce_blocks(
+    link: Link,
+    blocks: Sequence[Array],
+    out: Array,
+    fold: Fold,
+    folded: Callable[[int, int], None] | None = None,
+) -> None:
+    """Fold all members' blocks for this rank into `out`, in member order, in pieces.
+
+    Parameters
+    ----------
+    blocks
+        What this rank contributes to each member, flat; of its own size for each.
+    out
+        Flat, of the size of this rank's own block.
+    folded
+        Called with (start, stop) when that part of `out` is complete.
+    """
+    step = max(1, PIECE_BYTES // out.dtype.itemsize)
+    largest = max(block.size for block in blocks)
+    starts = range(0, largest, step)
+    mine = blocks[link.rank]
+    room = min(step, mine.size)
+    others = link.others()
+    slots = [
+        link.transport.empty((link.size, room), mine.dtype)
+        for _ in range(min(_DEPTH, len(starts)))
+    ]
+    receives = [link.pending() for _ in starts]
+    sends = [link.pending() for _ in starts]
+
+    def start(number: int) -> None:
+        low = starts[number]
+        size = mine[low : low + step].size
+        for member in reversed(others):
+            into = slots[number % _DEPTH][member, :size]
+            link.receive(receives[number], into, member)
+        for member in others:
+            link.send(sends[number], blocks[member][low : low + step], member)
+
+    for number in range(min(_DEPTH, len(starts))):
+        start(number)
+    for number, low in enumerate(starts):
+        link.wait(receives[number])
+        own = mine[low : low + step]
+        if own.size:
+            parts = [slot[: own.size] for slot in slots[number % _DEPTH]]
+            parts[link.rank] = own
+            fold(parts, out[low : low + step])
+            if folded is not None:
+                folded(low, low + own.size)
+        if number + _DEPTH < len(starts):
+            start(number + _DEPTH)
+        link.wait(sends[number])
+
+
+def reduce_everywhere(link: Link, flat: Array, fold: Fold) -> Array:
+    """Return the members' arrays folded in member order; large ones in pieces.
+
+    Each member folds its part; a folded piece leaves for the others at once.
+    """
+    out = link.transport.empty((flat.size,), flat.dtype)
+    bounds = [chunk(flat.size, link.size, member) for member in range(link.size)]
+    blocks = [flat[start : start + size] for start, size in bounds]
+    results = [out[start : start + size] for start, size in bounds]
+    mine = results[link.rank]
+    step = max(1, PIECE_BYTES // flat.dtype.itemsize)
+    others = link.others()
+    spreading = link.pending()
+    for member in reversed(others):
+        for low in range(0, results[member].size, step):
+            into = results[member][low : low + step]
+            link.receive(spreading, into, member, SECOND)
+
+    def spread(low: int, high: int) -> None:
+        for member in others:
+            link.send(spreading, mine[low:high], member, SECOND)
+
+    reduce_blocks(link, blocks, mine, fold, spread)
+    link.wait(spreading)
+    return out
+
+
+def tree(link: Link, root: int) -> tuple[int | None, list[int]]:
+    """Return (parent, children) of this rank in a binomial tree from `root`."""
+    place = (link.rank - root) % link.size
+    bit = 1
+    while bit < link.size and not place & bit:
+        bit *= 2
+    parent = None if place == 0 else (link.rank - bit) % link.size
+    children = []
+    bit //= 2
+    while bit:
+        if place + bit < link.size:
+            children.append((link.rank + bit) % link.size)
+        bit //= 2
+    return parent, children
+
+
+def spread(link: Link, flat: Array, root: int) -> None:
+    """Copy the root's `flat` into every member's, down a tree, in pieces."""
+    parent, children = tree(link, root)
+    step = max(1, PIECE_BYTES // max(1, flat.dtype.itemsize))
+    starts = range(0, flat.size, step)
+    receives = [link.pending() for _ in starts]
+    sends = link.pending()
+    if parent is not None:
+        for number, low in enumerate(starts):
+            link.receive(receives[number], flat[low : low + step], parent)
+    for number, low in enumerate(starts):
+        link.wait(receives[number])
+        for child in children:
+            link.send(sends, flat[low : low + step], child)
+    link.wait(sends)
+
+
+def meet(link: Link) -> None:
+    """Return when every member has called it."""
+    token = np.zeros(1, np.uint8)
+    distance = 1
+    while distance < link.size:
+        pending = link.pending()
+        heard = link.transport.empty((1,), token.dtype)
+        link.receive(pending, heard, (link.rank - distance) % link.size)
+        link.send(pending, token, (link.rank + distance) % link.size)
+        link.wait(pending)
+        distance *= 2

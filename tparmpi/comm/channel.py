@@ -1,0 +1,102 @@
+"""Private communicators, one for each ordered list of members, and their tags."""
+
+from __future__ import annotations
+
+import heapq
+import os
+import time
+from typing import TYPE_CHECKING
+
+from mpi4py import MPI
+
+from tparmpi.comm.tags import describe, fold
+from tparmpi.comm.transports.base import Transport
+from tparmpi.comm.transports.host import HostTransport
+from tparmpi.errors import GroupError
+
+if TYPE_CHECKING:
+    from tparmpi.comm.state import World
+
+# Groups and meshes that one ordered list of members can have at a time.
+GROUP_LIMIT = 65_536
+
+
+class Channel:
+    """What the groups of one ordered list of members share: a communicator and tags.
+
+    Only point-to-point calls are made on the communicator. Making it and freeing it is
+    collective over the members.
+
+    Parameters
+    ----------
+    world : World
+        The ranks that the members are among.
+    members : tuple of int
+        World rank of each member, in order.
+
+    Attributes
+    ----------
+    transport : Transport or None
+        None for a single member, which has nothing to send.
+    in_flight : set of int
+        First tags of the operations that are under way.
+    """
+
+    def __init__(self, world: World, members: tuple[int, ...]) -> None:
+        self.members = members
+        self.in_flight: set[int] = set()
+        self._free_ids: list[int] = []
+        self._next_id = 0
+        self.comm: MPI.Intracomm | None = None
+        self.transport: Transport | None = None
+        if len(members) > 1:
+            self.comm = world.communicator(members)
+            self.transport = HostTransport(self.comm, members, world.control)
+            bound = self.comm.Get_attr(MPI.TAG_UB)
+            self.tag_bound = bound if isinstance(bound, int) else 32_767
+
+    @property
+    def groups(self) -> int:
+        """Number of open groups."""
+        return self._next_id - len(self._free_ids)
+
+    def take_id(self) -> int:
+        """Return the number of a new group, the same on every member. Local.
+
+        Raises
+        ------
+        GroupError
+            If these members already have as many groups as there may be.
+        """
+        if self.groups >= GROUP_LIMIT:
+            raise GroupError(
+                f"group: ranks {describe(self.members)} already have {GROUP_LIMIT} "
+                "groups; make a group once and reuse it, or close() those not needed"
+            )
+        if self._free_ids:
+            return heapq.heappop(self._free_ids)
+        self._next_id += 1
+        return self._next_id - 1
+
+    def give_back_id(self, group_id: int) -> None:
+        """Make the number of a closed group free again. Local."""
+        heapq.heappush(self._free_ids, group_id)
+
+    def begin(self, group_id: int, sequence: int) -> int:
+        """Return the tag of an operation; waits while it is in flight. Local."""
+        tag = fold(group_id, sequence, self.tag_bound)
+        while tag in self.in_flight:
+            os.sched_yield()
+            time.sleep(0.0001)
+        self.in_flight.add(tag)
+        return tag
+
+    def end(self, tag: int) -> None:
+        """Free an operation's tag. Local."""
+        self.in_flight.discard(tag)
+
+    def free(self) -> None:
+        """Free the communicator. Collective over the members."""
+        if self.comm is not None:
+            self.comm.Free()
+            self.comm = self.transport = None

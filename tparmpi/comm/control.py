@@ -1,0 +1,253 @@
+"""How ranks learn that others have failed or left, on a communicator of its own.
+
+A rank that ends tells all others, once: it left, with its exit code, or it failed, with
+a digest of its error. A rank that waits for a message looks for these notices, so that
+it can give up on a member that will never answer.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from mpi4py import MPI
+
+from tparmpi.errors import CommunicationError
+
+# How long a message may still be under way from a rank whose notice came first, and how
+# long a failed rank may take to end the job before those who wait for it give up.
+GRACE_SECONDS = 0.5
+ABORT_SECONDS = 8.0
+
+_NOTICE_TAG = 0
+_FIELDS = 3
+
+
+@dataclass(frozen=True)
+class Notice:
+    """What a rank said when it ended.
+
+    Parameters
+    ----------
+    failed : bool
+        Whether an error ended it, so that the job is to end too.
+    code : int
+        Its exit code.
+    digest : int
+        Tells its error from others; 0 where there is none.
+    time : float
+        When it was received, on this rank's monotonic clock, in seconds.
+    """
+
+    failed: bool
+    code: int
+    digest: int
+    time: float
+
+
+class Control:
+    """Notices among the ranks of one communicator.
+
+    Parameters
+    ----------
+    comm : mpi4py.MPI.Intracomm
+        Used for nothing else.
+
+    Attributes
+    ----------
+    ended : dict of int to Notice
+        The other ranks that have ended, as far as known.
+    own : Notice or None
+        What this rank has said.
+    """
+
+    def __init__(self, comm: MPI.Intracomm) -> None:
+        self.comm = comm
+        self.rank: int = comm.rank
+        self.size: int = comm.size
+        self.ended: dict[int, Notice] = {}
+        self.own: Notice | None = None
+        self._lock = threading.Lock()
+        self._sends: list[MPI.Request] = []
+        bound = comm.Get_attr(MPI.TAG_UB)
+        self._tag_bound = bound if isinstance(bound, int) else 32767
+
+    def announce(self, *, failed: bool, code: int, digest: int = 0) -> None:
+        """Tell all others that this rank ends; only the first notice counts. Local."""
+        with self._lock:
+            if self.own is not None:
+                return
+            self.own = Notice(failed, code, digest, time.monotonic())
+            message = np.array([failed, code, digest], np.int64)
+            self._sends = [
+                self.comm.Isend([message, MPI.INT64_T], other, _NOTICE_TAG)
+                for other in range(self.size)
+                if other != self.rank
+            ]
+
+    def poll(self) -> None:
+        """Take in the notices that have arrived. Local."""
+        with self._lock:
+            if self._sends and MPI.Request.Testall(self._sends):
+                self._sends = []
+            status = MPI.Status()
+            while True:
+                message = self.comm.Improbe(MPI.ANY_SOURCE, _NOTICE_TAG, status)
+                if message is None:
+                    return
+                received = np.empty(_FIELDS, np.int64)
+                message.Recv([received, MPI.INT64_T])
+                failed, code, digest = received.tolist()
+                notice = Notice(bool(failed), code, digest, time.monotonic())
+                self.ended[status.Get_source()] = notice
+
+    def others_ended(self, seconds: float | None) -> bool:
+        """Wait until all other ranks have ended, at most `seconds`; return whether.
+
+        Local. None waits without limit, except that a failed rank's job is not waited
+        for longer than it takes to end it.
+        """
+        start = time.monotonic()
+        pause = 0.001
+        while True:
+            self.poll()
+            if len(self.ended) == self.size - 1 and not self._sends:
+                return True
+            now = time.monotonic()
+            if seconds is not None and now - start > seconds:
+                return False
+            if any(
+                n.failed and now - n.time > ABORT_SECONDS for n in self.ended.values()
+            ):
+                return False
+            time.sleep(pause)
+            pause = min(pause * 1.5, 0.02)
+
+    def all_well(self) -> bool:
+        """Say whether all ranks have left with code 0. Local."""
+        notices = [self.own, *self.ended.values()]
+        return len(notices) == self.size and not any(
+            notice is None or notice.failed or notice.code for notice in notices
+        )
+
+    def agreed_code(self) -> int:
+        """Return the exit code of the lowest rank that ended with a nonzero one."""
+        codes = {rank: notice.code for rank, notice in self.ended.items()}
+        if self.own is not None:
+            codes[self.rank] = self.own.code
+        return next((codes[rank] for rank in sorted(codes) if codes[rank]), 0)
+
+    def check_awaited(self, awaited: Sequence[int], doing: str) -> None:
+        """Refuse to wait for ranks that have ended. Local.
+
+        Raises
+        ------
+        CommunicationError
+            If one of the `awaited` ranks has left, or has failed and not ended the job.
+        """
+        self.poll()
+        now = time.monotonic()
+        for rank in awaited:
+            notice = self.ended.get(rank)
+            if notice is None:
+                continue
+            limit = ABORT_SECONDS if notice.failed else GRACE_SECONDS
+            if now - notice.time > limit:
+                how = "has failed" if notice.failed else "has left the program"
+                raise CommunicationError(
+                    f"{doing}: rank {rank} {how} and will not take part; all members "
+                    "of a group must make its collective calls"
+                )
+
+    def rendezvous(self, members: Sequence[int], doing: str) -> None:
+        """Wait until all `members` are here. Collective over the members.
+
+        MPI's own collectives spin while they wait, and wait for ever for a rank that
+        has left; after this they find everybody present.
+        """
+        size, me = len(members), members.index(self.rank)
+        name = zlib.crc32(np.array(members, np.int64).tobytes())
+        tag = 1 + name % (self._tag_bound - 1)
+        token = np.zeros(1, np.uint8)
+        heard = np.empty(1, np.uint8)
+        distance = 1
+        while distance < size:
+            source = members[(me - distance) % size]
+            target = members[(me + distance) % size]
+            pending = Pending()
+            pending.add(self.comm.Irecv([heard, MPI.BYTE], source, tag), source)
+            pending.add(self.comm.Isend([token, MPI.BYTE], target, tag), target)
+            pending.wait(self, doing)
+            distance *= 2
+
+
+_SPINS = 20
+_SPIN_SECONDS = 0.005
+_PAUSE_SECONDS = 0.0001
+_WATCH_SECONDS = 0.02
+
+
+class Pending:
+    """Messages under way, and the world ranks at their other ends."""
+
+    __slots__ = ("ranks", "requests")
+
+    def __init__(self) -> None:
+        self.requests: list[MPI.Request] = []
+        self.ranks: list[int] = []
+
+    def add(self, request: MPI.Request, rank: int) -> None:
+        """Wait for `request` too, a message to or from world rank `rank`. Local."""
+        self.requests.append(request)
+        self.ranks.append(rank)
+
+    def wait(self, control: Control, doing: str) -> None:
+        """Return when all messages are complete. Local.
+
+        Polls; after some misses it yields the core at each, later it sleeps between.
+
+        Raises
+        ------
+        CommunicationError
+            If a rank at the other end has left, or MPI refuses a message.
+        """
+        if not self.requests:
+            return
+        try:
+            self._poll(control, doing)
+        except MPI.Exception as error:
+            raise CommunicationError(
+                f"{doing}: MPI says {error}; members must bring arrays of matching "
+                "shapes and dtypes"
+            ) from error
+        self.requests.clear()
+        self.ranks.clear()
+
+    def _poll(self, control: Control, doing: str) -> None:
+        requests = self.requests
+        all_done = MPI.Request.Testall
+        for _ in range(_SPINS):
+            if all_done(requests):
+                return
+        start = watched = time.perf_counter()
+        while not all_done(requests):
+            now = time.perf_counter()
+            if now - start < _SPIN_SECONDS:
+                os.sched_yield()
+                continue
+            if now - watched > _WATCH_SECONDS:
+                watched = now
+                control.check_awaited(self._awaited(), doing)
+            time.sleep(_PAUSE_SECONDS)
+
+    def _awaited(self) -> list[int]:
+        return [
+            rank
+            for request, rank in zip(self.requests, self.ranks, strict=True)
+            if not request.Test()
+        ]

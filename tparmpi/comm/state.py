@@ -1,0 +1,92 @@
+"""What a rank knows of all ranks once `init` has run."""
+
+from __future__ import annotations
+
+import zlib
+from typing import TYPE_CHECKING
+
+import numpy as np
+from mpi4py import MPI
+
+from tparmpi.comm.channel import Channel
+from tparmpi.comm.control import Control
+from tparmpi.comm.tags import describe
+from tparmpi.errors import GroupError
+
+if TYPE_CHECKING:
+    from tparmpi.comm.device import Device
+    from tparmpi.comm.group import Group
+
+
+class World:
+    """All ranks: their communicators, devices and channels.
+
+    Parameters
+    ----------
+    comm : mpi4py.MPI.Intracomm
+        The communicator given to `init`; duplicated, not used itself.
+
+    Attributes
+    ----------
+    control : Control
+        The ranks' notices.
+    devices : tuple of Device
+        One for each rank, in rank order.
+    group : Group or None
+        All of them; None where they cannot form a group.
+    channels : dict
+        The open channels by their members' world ranks, in the order they were made.
+    """
+
+    def __init__(self, comm: MPI.Intracomm) -> None:
+        self.comm: MPI.Intracomm = comm.Dup()
+        self.control = Control(comm.Dup())
+        self.rank: int = self.comm.rank
+        self.size: int = self.comm.size
+        self.devices: tuple[Device, ...] = ()
+        self.group: Group | None = None
+        self.channels: dict[tuple[int, ...], Channel] = {}
+        self.user_comms: list[MPI.Intracomm] = []
+
+    def channel(self, members: tuple[int, ...]) -> Channel:
+        """Return the channel of `members`. Collective over them where it is new."""
+        channel = self.channels.get(members)
+        if channel is None:
+            channel = self.channels[members] = Channel(self, members)
+        return channel
+
+    def communicator(self, members: tuple[int, ...]) -> MPI.Intracomm:
+        """Return a new communicator of `members`. Collective over them.
+
+        Raises
+        ------
+        GroupError
+            If MPI has no more communicators.
+        """
+        self.control.rendezvous(
+            members, f"making the group of ranks {describe(members)}"
+        )
+        name = zlib.crc32(np.array(members, np.int64).tobytes())
+        everybody = self.comm.Get_group()
+        some = everybody.Incl(members)
+        try:
+            return self.comm.Create_group(some, name % 32_768)
+        except MPI.Exception as error:
+            raise GroupError(
+                f"group: MPI cannot make a communicator of ranks {describe(members)}: "
+                f"{error}; close() groups that are not needed"
+            ) from error
+        finally:
+            some.Free()
+            everybody.Free()
+
+    def close(self) -> None:
+        """Free every communicator. Collective over all ranks."""
+        for comm in self.user_comms:
+            comm.Free()
+        for channel in self.channels.values():
+            channel.free()
+        self.user_comms.clear()
+        self.channels.clear()
+        self.comm.Free()
+        self.control.comm.Free()

@@ -1,0 +1,23 @@
+"""The tags that tell a group's messages apart on a shared communicator."""
+
+from __future__ import annotations
+
+# An operation's messages: of its first phase, of its second, and the user's own.
+FIRST, SECOND, MESSAGE = range(3)
+PHASES = 3
+
+# Prime, so that the groups of one channel spread over the tags.
+_STRIDE = 40_503
+
+
+def fold(group_id: int, sequence: int, bound: int) -> int:
+    """Return an operation's first tag; it and its phases are at most `bound`. Local."""
+    return (group_id * _STRIDE + sequence) % ((bound + 1) // PHASES) * PHASES
+
+
+def describe(ranks: tuple[int, ...]) -> str:
+    """Return ranks as text, the middle of a long list left out. Local."""
+    if len(ranks) <= 8:
+        return "(" + ", ".join(map(str, ranks)) + ")"
+    first = ", ".join(map(str, ranks[:4]))
+    return f"({first}, …, {ranks[-1]}; {len(ranks)} ranks)"

@@ -1,0 +1,1 @@
+"""How the bytes of one group travel: one class for each way, behind one interface."""

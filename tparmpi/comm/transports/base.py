@@ -1,0 +1,72 @@
+"""The interface of a transport."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from tparmpi.comm.control import Pending
+
+Array = Any
+
+
+class Transport(ABC):
+    """Moves flat arrays between the members of one group.
+
+    The algorithms of the collectives work on *working arrays*: C-contiguous, of the
+    array module `xp`, at a place that messages can be sent from and sums be made at.
+
+    Attributes
+    ----------
+    name : str
+        As in the table that `init` gathers.
+    rank, size : int
+        This rank's place among the members, and their number.
+    xp : module
+        The array module of working arrays.
+    """
+
+    name: str
+    rank: int
+    size: int
+    xp: Any
+
+    @abstractmethod
+    def take_in(self, array: Array) -> Array:
+        """Return the values of a rank's array as a working array. Local.
+
+        It may be the array itself; it is not written to.
+        """
+
+    @abstractmethod
+    def give_out(self, array: Array, place: Any) -> Array:
+        """Return a fresh working array as an array of `place`'s kind. Local."""
+
+    @abstractmethod
+    def empty(self, shape: Sequence[int], dtype: np.dtype[Any]) -> Array:
+        """Return an uninitialised working array. Local."""
+
+    @abstractmethod
+    def pending(self) -> Pending:
+        """Return an empty set of messages under way. Local."""
+
+    @abstractmethod
+    def start_send(self, pending: Pending, flat: Array, member: int, tag: int) -> None:
+        """Start to send a one-dim working array, which must stay as it is. Local.
+
+        An array without elements sends nothing.
+        """
+
+    @abstractmethod
+    def start_receive(
+        self, pending: Pending, flat: Array, member: int, tag: int
+    ) -> None:
+        """Start to receive into a one-dim working array. Local."""
+
+    @abstractmethod
+    def wait(self, pending: Pending, doing: str) -> None:
+        """Return when all messages of `pending` are complete. Local."""
