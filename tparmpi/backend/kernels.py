@@ -333,7 +333,11 @@ def xent_backward(
     It is ``(exp(logits - logsumexp) - [column is the target]) grad``; ``logsumexp`` and
     ``grad`` are (...). The result is the only array of the vocabulary's size.
     """
-    dlogits = logits - logsumexp[..., None]
+    if logits.size == 0:
+        return xp.empty(logits.shape, logits.dtype)
+    # Reshaped below, which must give a view whatever the strides of the logits.
+    dlogits = xp.empty(logits.shape, logits.dtype)
+    xp.subtract(logits, logsumexp[..., None], out=dlogits)
     xp.exp(dlogits, out=dlogits)
     columns = logits.shape[-1]
     flat = dlogits.reshape(-1, columns)

@@ -25,8 +25,9 @@ Array = np.ndarray
 BLOCK = 1 << 16
 
 
-def blocks(length: int, size: int = BLOCK) -> Iterator[slice]:
-    """Yield slices of at most ``size`` that cover ``range(length)``."""
+def blocks(length: int, size: int | None = None) -> Iterator[slice]:
+    """Yield slices of at most ``size`` (`BLOCK`) that cover ``range(length)``."""
+    size = size or BLOCK
     for first in range(0, length, size):
         yield slice(first, min(first + size, length))
 
@@ -34,6 +35,11 @@ def blocks(length: int, size: int = BLOCK) -> Iterator[slice]:
 def row_blocks(rows: Array) -> Iterator[slice]:
     """Yield slices of the rows of a (rows, width) array, a block of elements each."""
     return blocks(rows.shape[0], max(BLOCK // rows.shape[1], 1))
+
+
+def scratch_blocks(count: int, like: Array) -> Array:
+    """Return ``count`` undefined blocks for the work on an array: (count, block)."""
+    return np.empty((count, min(like.size, BLOCK)), like.dtype)
 
 
 def flat(x: Array) -> Array:
@@ -66,7 +72,7 @@ def gelu(x: Array) -> Array:
     """See `kernels.gelu`."""
     y = np.empty(x.shape, x.dtype)
     x_flat, y_flat = flat(x), y.reshape(-1)
-    scratch = np.empty(min(x.size, BLOCK), x.dtype)
+    (scratch,) = scratch_blocks(1, x)
     for block in blocks(x.size):
         value, out = x_flat[block], y_flat[block]
         inner = scratch[: value.size]
@@ -85,7 +91,7 @@ def gelu_backward(x: Array, grad: Array) -> Array:
     """See `kernels.gelu_backward`."""
     dx = np.empty(x.shape, x.dtype)
     x_flat, grad_flat, dx_flat = flat(x), flat(grad), dx.reshape(-1)
-    scratch = np.empty((2, min(x.size, BLOCK)), x.dtype)
+    scratch = scratch_blocks(2, x)
     for block in blocks(x.size):
         value, out = x_flat[block], dx_flat[block]
         t, sech2 = scratch[:, : value.size]

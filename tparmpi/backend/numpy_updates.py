@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from . import kernels
-from .numpy_kernels import BLOCK, blocks, flat
+from .numpy_kernels import blocks, flat, scratch_blocks
 
 Array = np.ndarray
 
@@ -53,7 +53,7 @@ def adamw(
     slope, floor = kernels.adamw_factors(lr, beta1, beta2, eps, step)
     shrink = 1.0 - lr * weight_decay
     param_flat, grad_flat, m_flat, v_flat = (flat(a) for a in (param, grad, m, v))
-    scratch = np.empty((2, min(param.size, BLOCK)), param.dtype)
+    scratch = scratch_blocks(2, param)
     for block in blocks(param.size):
         weight, mean, square = param_flat[block], m_flat[block], v_flat[block]
         scaled, update = scratch[:, : weight.size]
@@ -100,7 +100,7 @@ def sgd(
         return
     param_flat, grad_flat = flat(param), flat(grad)
     buffer_flat = None if momentum_buffer is None else flat(momentum_buffer)
-    scratch = np.empty((2, min(param.size, BLOCK)), param.dtype)
+    scratch = scratch_blocks(2, param)
     for block in blocks(param.size):
         weight = param_flat[block]
         update, decay = scratch[:, : weight.size]
