@@ -9,7 +9,6 @@ from itertools import product
 
 import numpy as np
 import pytest
-from scipy.special import erf  # noqa: F401  (imported early: slow on first use)
 
 import tparmpi as tpm
 from tparmpi.sharding import REPLICATE, Partial, Shard
@@ -356,7 +355,7 @@ def operand_cannot_be_had(case: Case, layouts) -> bool:
 
 @pytest.mark.parametrize("case", CASES, ids=NAMES)
 def test_operator_on_a_mesh(case):
-    """A sample of the layouts on two axes: every operand's, with the others' rotated."""
+    """A sample of the layouts on two axes: each operand's, with the others' rotated."""
     mesh = tpm.mesh(dp=2, tp=2)
     choices = case.layouts(2)
     rounds = max(map(len, choices))

@@ -243,8 +243,12 @@ def test_a_bias_lacks_the_contracted_factor():
     choice = chosen("mk,kn + n->mn", [x, w, operand((6,), (R,))], (2,))
     assert choice.outputs == ((P,),)
     assert choice.operand_gradients[2] == (R,)
-    rows = chosen("mk,kn + n->mn", [operand((4, 8), (Shard(0),)), operand((8, 6), (R,)),
-                                    operand((6,), (R,))], (2,))  # fmt: skip
+    operands = [
+        operand((4, 8), (Shard(0),)),
+        operand((8, 6), (R,)),
+        operand((6,), (R,)),
+    ]
+    rows = chosen("mk,kn + n->mn", operands, (2,))
     assert rows.operand_gradients[2] == (P,)
 
 
@@ -257,7 +261,7 @@ def test_a_parameter_is_never_gathered():
 
 
 def test_the_choice_is_joint_over_axes():
-    """A factor already split on one axis is free there, whatever the other axis does."""
+    """A factor already split on one axis is free there, whatever the other does."""
     x = operand((4, 8, 16), (Shard(0), R))
     w = operand((16, 6), (R, Shard(1)), True)
     choice = chosen("btk,kn->btn", [x, w], (2, 2))
@@ -273,8 +277,8 @@ PLACEMENTS = [R, P, Shard(0), Shard(1)]
 def test_a_choice_moves_no_more_than_any_other_layout_would(data):
     """Exhaustive search over all layouts of both operands on two axes.
 
-    Only layouts that keep some operand's placement count: an operator never splits a tensor
-    that nobody split.
+    Only layouts that keep some operand's placement count: an operator never splits a
+    tensor that nobody split.
     """
     sizes = data.draw(st.sampled_from([(2, 2), (2, 3), (4, 2)]))
     shapes = [(6, 8), (8, 10)]
@@ -297,7 +301,7 @@ def test_a_choice_moves_no_more_than_any_other_layout_would(data):
     for combination in product(legal, repeat=len(sizes)):
         if any(
             pair != (R, R)
-            and all(R == p or p != q[a] for p, q in zip(pair, drawn, strict=True))
+            and all(p == R or p != q[a] for p, q in zip(pair, drawn, strict=True))
             for a, pair in enumerate(combination)
         ):
             continue

@@ -1,9 +1,10 @@
 """Accounting of communication: what was sent, along which axis, for which operator.
 
 Bytes are those of the payload that this rank sends, by each call's algorithm, however
-the transport cuts them into messages. An ``all_reduce`` of N bytes over n members counts
-as a ``reduce_scatter`` and an ``all_gather`` of N bytes: 2 (n - 1) / n N bytes where the
-members' pieces are equal. Calls of one-member groups move nothing and are not recorded.
+the transport cuts them into messages. An ``all_reduce`` of N bytes over n members
+counts as a ``reduce_scatter`` and an ``all_gather`` of N bytes: 2 (n - 1) / n N bytes
+where the members' pieces are equal. Calls of one-member groups move nothing and are not
+recorded.
 """
 
 from __future__ import annotations
@@ -132,8 +133,15 @@ class Ledger:
             sent = sum(record.bytes for record in records)
             seconds = sum(record.seconds for record in records)
             rows.append(
-                (kind, axis, operator, str(len(records)), str(sent), f"{seconds:.6f}")
-                + (site,)
+                (
+                    kind,
+                    axis,
+                    operator,
+                    str(len(records)),
+                    str(sent),
+                    f"{seconds:.6f}",
+                    site,
+                )
             )
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         return "\n".join(

@@ -9,7 +9,7 @@ from tparmpi.ops.network import (
     layer_norm,
     softmax,
 )
-from tparmpi.ops.reductions import mean, sum  # noqa: A004
+from tparmpi.ops.reductions import mean, sum
 from tparmpi.ops.shape import concat, reshape, split, transpose
 
 __all__ = [

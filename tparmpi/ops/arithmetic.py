@@ -106,7 +106,9 @@ def _cast_dtype(
 def _cast_linear(
     operands: Sequence[np.dtype[Any]], attributes: dict[str, Any]
 ) -> tuple[int, ...]:
-    """A pending sum passes only if the type is at least as wide: rounding is not linear."""
+    """A pending sum passes only if the type is at least as wide: rounding "
+    "is not linear.
+    """
     wide = np.result_type(operands[0], attributes["dtype"]) == attributes["dtype"]
     return (0,) if wide else ()
 

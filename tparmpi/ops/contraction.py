@@ -72,7 +72,9 @@ def _recipe(rule: str) -> _Recipe:
 def _matrix(
     array: Any, letters: str, groups: tuple[str, str, str], sizes: dict[str, int]
 ) -> Any:
-    """View `array` as (batch, rows, columns), or (rows, columns) without batch letters."""
+    """View `array` as (batch, rows, columns), or (rows, columns) without "
+    "batch letters.
+    """
     batch, rows, columns = groups
     shape = [prod(sizes[x] for x in group) for group in (batch, rows, columns)]
     if letters == batch + columns + rows and letters != batch + rows + columns:
@@ -137,8 +139,8 @@ def einsum(rule: str, *operands: Tensor) -> Tensor:
     Parameters
     ----------
     rule
-        An explicit einsum string, such as ``"btd,dhe->bthe"``, without ``...`` and without
-        a letter twice in one operand.
+        An explicit einsum string, such as ``"btd,dhe->bthe"``, without ``...`` and
+        without a letter twice in one operand.
 
     Raises
     ------
@@ -226,8 +228,8 @@ def linear(
 ) -> Tensor:
     """Return ``einsum(rule, x, weight)``, plus `bias` over the output's last dims.
 
-    Where the contracted dims are sharded the result is a pending sum, to which one member
-    adds the bias.
+    Where the contracted dims are sharded the result is a pending sum, to which one
+    member adds the bias.
 
     Parameters
     ----------
@@ -268,8 +270,8 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
     for number, operand in enumerate((a, b)):
         if not isinstance(operand, Tensor):
             raise UsageError(
-                f"matmul: operand {number} is a {type(operand).__name__}, not a tensor; "
-                "make it one with tpm.tensor(array, group)"
+                f"matmul: operand {number} is a {type(operand).__name__}, not a "
+                "tensor; make it one with tpm.tensor(array, group)"
             )
     if a.ndim == 0 or b.ndim == 0:
         raise ShapeError("matmul: an operand has no dims; use a * b to scale")

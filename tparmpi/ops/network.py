@@ -27,9 +27,7 @@ def _softmax(plan: Plan, x: Any) -> Any:
     if shape[dim]:
         peak = x.max(axis=dim, keepdims=True)
     else:
-        peak = plan.xp.full(
-            shape[:dim] + (1,) + shape[dim + 1 :], -plan.xp.inf, x.dtype
-        )
+        peak = plan.xp.full((*shape[:dim], 1, *shape[dim + 1 :]), -plan.xp.inf, x.dtype)
     y = plan.xp.exp(x - plan.combine(factor, peak, "max"))
     y /= plan.combine(factor, y.sum(axis=dim, keepdims=True))
     return y, y
@@ -65,8 +63,8 @@ def softmax(x: Tensor, dim: int = -1) -> Tensor:
 def layer_norm(plan: Plan, x: Any, gain: Any, bias: Any, *, eps: float = 1e-5) -> Any:
     """Return `x` with mean 0 and variance 1 over its last dim, times gain, plus bias.
 
-    ``(x - mean) / sqrt(variance + eps) * gain + bias``, Ba et al. (2016). The last dim must
-    not be sharded.
+    ``(x - mean) / sqrt(variance + eps) * gain + bias``, Ba et al. (2016). The last dim
+    must not be sharded.
 
     Parameters
     ----------
@@ -78,7 +76,7 @@ def layer_norm(plan: Plan, x: Any, gain: Any, bias: Any, *, eps: float = 1e-5) -
 
 
 @layer_norm.define_backward
-def _(plan: Plan, saved: Any, grad: Any, wanted: tuple[bool, ...]) -> Any:
+def _(plan: Plan, saved: Any, grad: Any, wanted: tuple[bool, bool, bool]) -> Any:
     x, mean, rstd, gain = saved
     return plan.backend.layer_norm_backward(x, mean, rstd, gain, grad, wanted)
 
@@ -116,7 +114,7 @@ def attention(plan: Plan, q: Any, k: Any, v: Any, *, scale: float | None = None)
 
 
 @attention.define_backward
-def _(plan: Plan, saved: Any, grad: Any, wanted: tuple[bool, ...]) -> Any:
+def _(plan: Plan, saved: Any, grad: Any, wanted: tuple[bool, bool, bool]) -> Any:
     q, k, v, inner, y, scale = saved
     causal = plan.attributes["causal"]
     return plan.backend.attention_backward(
@@ -128,8 +126,8 @@ def _(plan: Plan, saved: Any, grad: Any, wanted: tuple[bool, ...]) -> Any:
 def embedding(plan: Plan, table: Any, ids: Any) -> Any:
     """Return the rows of `table` that `ids` name.
 
-    A contraction over the vocabulary: if that is sharded, each member gives its own rows,
-    zeros for the others, and the result is a pending sum.
+    A contraction over the vocabulary: if that is sharded, each member gives its own
+    rows, zeros for the others, and the result is a pending sum.
 
     Parameters
     ----------

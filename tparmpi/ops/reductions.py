@@ -37,7 +37,7 @@ def _(plan: Plan, saved: Any, grad: Any, wanted: tuple[bool, ...]) -> Any:
 
 
 @method
-def sum(  # noqa: A001
+def sum(
     x: Tensor, dim: int | tuple[int, ...] | None = None, keepdims: bool = False
 ) -> Tensor:
     """Return the sum over `dim`, or over all dims.

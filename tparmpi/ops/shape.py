@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import string
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from math import prod
 from operator import mul
 from typing import Any
@@ -23,9 +23,7 @@ def _reshape_rule(
     leading factor. Where the boundaries do not nest, all dims must be whole.
     """
     ends = sorted({*accumulate(x, mul), *accumulate(shape, mul)})
-    nested = 0 not in x and all(
-        b % a == 0 for a, b in zip(ends, ends[1:], strict=False)
-    )
+    nested = 0 not in x and all(b % a == 0 for a, b in pairwise(ends))
     if not nested:
         letters = iter(string.ascii_letters)
         left = [(next(letters), n) for n in x]
@@ -71,9 +69,9 @@ def _(plan: Plan, saved: Any, grad: Any, wanted: tuple[bool, ...]) -> Any:
 def reshape(x: Tensor, shape: tuple[int, ...]) -> Tensor:
     """Return the elements of `x`, in C order, in another shape.
 
-    Of a dim that is split or merged only the leading factor may be sharded, and its size
-    must divide by the members that share it; otherwise the tensor is gathered (a warning
-    says so).
+    Of a dim that is split or merged only the leading factor may be sharded, and its
+    size must divide by the members that share it; otherwise the tensor is gathered (a
+    warning says so).
 
     Parameters
     ----------

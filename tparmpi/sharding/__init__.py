@@ -1,5 +1,6 @@
-"""Pure layout algebra: placements, chunks, routes, rules, choices. No MPI, no arrays."""
+"""Layout algebra: placements, chunks, routes, rules, choices. No MPI, no arrays."""
 
+from tparmpi.sharding.choice import Candidate, Choice, Operand, Traits, choose
 from tparmpi.sharding.chunks import (
     block,
     chunk,
@@ -7,7 +8,6 @@ from tparmpi.sharding.chunks import (
     elements,
     smallest_chunk,
 )
-from tparmpi.sharding.choice import Candidate, Choice, Operand, Traits, choose
 from tparmpi.sharding.placements import (
     PARTIAL,
     REPLICATE,

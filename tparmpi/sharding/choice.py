@@ -1,9 +1,9 @@
 """The joint choice of layouts for one operator over all axes of a mesh.
 
 On each axis an operator may run with all operands whole, with one of its factors split,
-or with a pending sum passed through it. Every combination over the axes is costed by the
-bytes that its redistributions move (forward only), and the cheapest is taken; ties go to
-the first in a fixed order, so that all ranks choose alike.
+or with a pending sum passed through it. Every combination over the axes is costed by
+the bytes that its redistributions move (forward only), and the cheapest is taken; ties
+go to the first in a fixed order, so that all ranks choose alike.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ class Traits:
 class Candidate:
     """What an operator does along one axis.
 
-    ``kind`` is ``"whole"``, ``"factor"`` (split `factor`), ``"linear"`` (operand `operand`
-    is a pending sum) or ``"additive"`` (all operands are).
+    ``kind`` is ``"whole"``, ``"factor"`` (split `factor`), ``"linear"`` (operand
+    `operand` is a pending sum) or ``"additive"`` (all operands are).
     """
 
     kind: str
@@ -281,9 +281,9 @@ def _no_layout_message(
             if isinstance(placement, Shard):
                 size = operand.shape[placement.dim]
                 return (
-                    f"{name}: dim {placement.dim} of operand {number} ({size}) is Shard "
-                    f"on axis '{axis_names[axis]}', where the operator needs it whole, "
-                    f"and a parameter is never gathered unasked; call "
+                    f"{name}: dim {placement.dim} of operand {number} ({size}) is "
+                    f"Shard on axis '{axis_names[axis]}', where the operator needs it "
+                    "whole, and a parameter is never gathered unasked; call "
                     f".with_sharding({axis_names[axis]}=Replicate()) on it"
                 )
     layouts = ", ".join(str(operand.layout) for operand in operands)

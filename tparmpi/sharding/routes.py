@@ -1,22 +1,22 @@
-"""Redistribution plans: the cheapest steps from one layout to another.
+r"""Redistribution plans: the cheapest steps from one layout to another.
 
 A step changes one axis:
 
 ==============  ==============  =================  =================
-from \\ to       Replicate       Shard(j)           Partial
+from \ to       Replicate       Shard(j)           Partial
 ==============  ==============  =================  =================
 Replicate       -               slice              embed
 Shard(i)        all_gather      all_to_all         embed
 Partial         all_reduce      reduce_scatter     -
 ==============  ==============  =================  =================
 
-``embed`` writes a value into a pending sum (a replicated one on the first member only, a
-shard at its place); it is for gradients, where layouts are the library's own choice.
+``embed`` writes a value into a pending sum (a replicated one on the first member only,
+a shard at its place); it is for gradients, where layouts are the library's own choice.
 
-An axis changes only while no axis to its right shards the dim it leaves or enters, since
-that dim is split first by the left axis. Paths are found by Dijkstra's algorithm over the
-layouts that use the dims at hand; the cost is the number of elements moved, summed over
-the mesh, then the number of steps.
+An axis changes only while no axis to its right shards the dim it leaves or enters,
+since that dim is split first by the left axis. Paths are found by Dijkstra's algorithm
+over the layouts that use the dims at hand; the cost is the number of elements moved,
+summed over the mesh, then the number of steps.
 """
 
 from __future__ import annotations

@@ -2,13 +2,12 @@
 
 A rule names every dim of the operands and outputs by factors, one letter each::
 
-    mk,kn->mn            a product: `k` is contracted, its sums may stay pending
-    mk,kn + n->mn        a sum of two terms; the second lacks `k`
-    ...,...->...         leading dims of any number, broadcast as NumPy does
-    b[t]d->b[t]d         `t` must be whole
+    mk,kn->mn            a product: `k` is contracted, its sums may stay pending mk,kn +
+    n->mn        a sum of two terms; the second lacks `k` ...,...->...         leading
+    dims of any number, broadcast as NumPy does b[t]d->b[t]d         `t` must be whole
     b{v},b->b            `v` may be sharded; the operator itself combines the pieces
-    b(hd)->bhd           a composite dim, of which only the leading factor may be sharded
-    1d->bd               a dim of size 1 that no factor names
+    b(hd)->bhd           a composite dim, of which only the leading factor may be
+    sharded 1d->bd               a dim of size 1 that no factor names
 """
 
 from __future__ import annotations
@@ -129,22 +128,20 @@ def bind(
         operands.append(_bind_dims(dims, shape, known, name, position))
         kinds.update((f, kind) for _, factors, kind in operand for f in factors)
     ellipsis = max(
-        (_ellipsis_length(o, s) for (o, _), s in zip(written, shapes)), default=0
+        _ellipsis_length(operand, shape)
+        for (operand, _), shape in zip(written, shapes, strict=True)
     )
     results = tuple(_expand_output(output, ellipsis) for output in outputs)
-    for dims in results:
-        for dim in dims:
-            for factor in dim:
-                if factor.startswith("."):
-                    known.setdefault(factor, 1)
-                if factor not in known:
-                    raise ShapeError(f"{name}: the size of '{factor}' is not known")
+    seen = {factor for made in operands for dim in made for factor in dim}
+    for factor in {factor for made in results for dim in made for factor in dim}:
+        if factor.startswith("."):
+            known.setdefault(factor, 1)
+        if factor not in known:
+            raise ShapeError(f"{name}: the size of '{factor}' is not known")
+        if factor not in seen:
+            kinds[factor] = WHOLE
     for factor in known:
         kinds.setdefault(factor, FREE)
-    seen = {f for dims in operands for dim in dims for f in dim}
-    for dims in results:
-        for dim in dims:
-            kinds.update((f, WHOLE) for f in dim if f not in seen)
     return Rule(tuple(operands), results, tuple(n for _, n in written), known, kinds)
 
 
@@ -200,7 +197,9 @@ def _ellipsis_length(operand: tuple[_Item, ...], shape: tuple[int, ...]) -> int:
 def _expand(
     operand: tuple[_Item, ...], ndim: int, name: str, position: int, text: str
 ) -> list[tuple[str, Dim]]:
-    """Replace an ellipsis by as many dims as the operand has, numbered from the right."""
+    """Replace an ellipsis by as many dims as the operand has, numbered "
+    "from the right.
+    """
     has_ellipsis = any(kind == "ellipsis" for kind, _, _ in operand)
     count = ndim - (len(operand) - has_ellipsis)
     if count < 0 or (count and not has_ellipsis):

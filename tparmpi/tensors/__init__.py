@@ -1,4 +1,4 @@
-"""Tensors, the tape, the operator registry and dispatch, redistribution, random numbers."""
+"""Tensors, tape, operator registry and dispatch, redistribution, random numbers."""
 
 from tparmpi.tensors import random
 from tparmpi.tensors.create import from_local, tensor

@@ -23,8 +23,8 @@ def tensor(array: Any, place: Place, dtype: Any = None) -> Tensor:
     Parameters
     ----------
     array
-        NumPy or CuPy array, whose dtype is kept, or numbers, which get the default dtype
-        of `place`. It is copied.
+        NumPy or CuPy array, whose dtype is kept, or numbers, which get the default
+        dtype of `place`. It is copied.
     place
         Device, group or mesh; ranks that are no members get a shell.
     dtype
@@ -61,11 +61,11 @@ def from_local(
     Parameters
     ----------
     array
-        This rank's block, by the chunk rule (the first members hold one element more). It
-        is copied. Not looked at on ranks that are no members.
+        This rank's block, by the chunk rule (the first members hold one element more).
+        It is copied. Not looked at on ranks that are no members.
     sharding, by_axis
-        As for `Tensor.with_sharding`; axes not named are replicated (or hold a summand, if
-        named `Partial`).
+        As for `Tensor.with_sharding`; axes not named are replicated (or hold a summand,
+        if named `Partial`).
     shape
         Global shape; needed where this rank is no member.
 

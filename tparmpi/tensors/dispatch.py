@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from tparmpi.backend import MetaArray
-from tparmpi.comm import ledger as ledgers
+from tparmpi.comm.ledger import current
 from tparmpi.errors import ImplicitGatherWarning, ShardingError
 from tparmpi.tensors.plan import Plan
 from tparmpi.tensors.redistribute import follow
@@ -38,14 +38,13 @@ def apply(
     ShapeError
         If the shapes do not fit the operator's rule.
     ShardingError
-        If the operands live on different places, or only gathering a parameter (or, under
-        `no_implicit_gather`, any operand) would let the operator run.
+        If the operands live on different places, or only gathering a parameter (or,
+        under `no_implicit_gather`, any operand) would let the operator run.
     """
     try:
         first = operands[0].spec
-        plan = first.plans[
-            operator, attributes, *[operand.spec for operand in operands[1:]]
-        ]
+        key = (operator, attributes, *[operand.spec for operand in operands[1:]])
+        plan = first.plans[key]
     except (AttributeError, IndexError, KeyError):
         plan = _make_plan(operator, operands, attributes)
     if plan.gathered:
@@ -60,14 +59,14 @@ def apply(
 def _run(
     operator: Operator, plan: Plan, operands: Sequence[Tensor], scalars: dict[str, Any]
 ) -> Any:
-    ledgers.current_operator = operator.name
+    current.operator = operator.name
     arrays = [operand.array for operand in operands]
     if plan.moves:
         for number, route in enumerate(plan.routes):
             if route is not None:
                 arrays[number] = follow(arrays[number], operands[number].spec, route)
     outputs, saved = operator.forward(plan, *arrays, **scalars)
-    ledgers.current_operator = ""
+    current.operator = ""
     if plan.has_scalars:
         outputs = _as_arrays(plan, outputs)
     device = operands[0].device
@@ -142,8 +141,8 @@ def _make_plan(
     for number, operand in enumerate(operands):
         if not isinstance(operand, Tensor):
             raise TypeError(
-                f"{operator.name}: operand {number} is a {type(operand).__name__}, not a "
-                "tensor; make it one with tpm.tensor(array, group)"
+                f"{operator.name}: operand {number} is a {type(operand).__name__}, not "
+                "a tensor; make it one with tpm.tensor(array, group)"
             )
     if not operands:
         raise TypeError(f"{operator.name}: no operands were given")
@@ -151,13 +150,15 @@ def _make_plan(
     for number, spec in enumerate(specs):
         if spec.place is not specs[0].place:
             raise ShardingError(
-                f"{operator.name}: operand 0 lives on {specs[0].place}, operand {number} "
-                f"on {spec.place}; make all operands on the same device, group or mesh"
+                f"{operator.name}: operand 0 lives on {specs[0].place}, operand "
+                f"{number} on {spec.place}; make all operands on the same device, "
+                "group or mesh"
             )
     parameters = [operand.is_parameter for operand in operands]
     plan = Plan(operator, attributes, specs, parameters)
     if not plan.gathered or not any(parameters):
-        specs[0].plans[(operator, attributes, *specs[1:])] = plan
+        key = (operator, attributes, *specs[1:])
+        specs[0].plans[key] = plan
     return plan
 
 
@@ -169,8 +170,8 @@ def _report_gathering(plan: Plan, operands: Sequence[Tensor]) -> None:
     layout = describe_layout(operands[number].spec)
     wanted = describe_layout(plan.inputs[number])
     text = (
-        f"{name}: operand {number}, of shape {operands[number].shape}, is {layout} but must "
-        f"become {wanted}; call .with_sharding(...) on it where you mean to gather"
+        f"{name}: operand {number}, of shape {operands[number].shape}, is {layout} but "
+        f"must become {wanted}; call .with_sharding(...) on it where you mean to gather"
     )
     if not mode.gathering:
         raise ShardingError(text)

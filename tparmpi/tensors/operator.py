@@ -28,23 +28,24 @@ class Operator:
     name
         How errors, the ledger and `Tensor` methods call it.
     rules
-        See `Rules` and `tparmpi.sharding.rules`. The keyword parameters of a rule function
-        are the operator's *attributes*: they are part of the plan.
+        See `Rules` and `tparmpi.sharding.rules`. The keyword parameters of a rule
+        function are the operator's *attributes*: they are part of the plan.
     forward
-        ``forward(plan, *locals, **scalars) -> (outputs, saved)``; outputs is an array, or a
-        tuple of arrays where the rule has several outputs. Its keyword parameters are the
-        operator's *scalars*: they change no shape and are no part of the plan.
+        ``forward(plan, *locals, **scalars) -> (outputs, saved)``; outputs is an array,
+        or a tuple of arrays where the rule has several outputs. Its keyword parameters
+        are the operator's *scalars*: they change no shape and are no part of the plan.
     backward
-        ``backward(plan, saved, grad, wanted) -> local gradients``, one for each operand, None
-        where ``wanted`` is false. None in place of the function: not differentiable.
+        ``backward(plan, saved, grad, wanted) -> local gradients``, one for each
+        operand, None where ``wanted`` is false. None in place of the function: not
+        differentiable.
     linear
-        Numbers of the operands in which the operator alone is linear, so that a pending sum
-        passes; or a function of the dtypes and attributes that returns them.
+        Numbers of the operands in which the operator alone is linear, so that a pending
+        sum passes; or a function of the dtypes and attributes that returns them.
     additive
         Whether pending sums pass if all operands are pending.
     dtype
-        Function of the operands' dtypes and the attributes that returns the outputs' dtype;
-        by default NumPy's promotion.
+        Function of the operands' dtypes and the attributes that returns the outputs'
+        dtype; by default NumPy's promotion.
     """
 
     def __init__(
@@ -73,8 +74,10 @@ class Operator:
         return f"<operator {self.name}>"
 
     def __call__(self, *operands: Any, **keywords: Any) -> Any:
-        """Apply the operator; collective over the operands' place where it communicates."""
-        scalars = {}
+        """Apply the operator; collective over the operands' place where it "
+        "communicates.
+        """
+        scalars: dict[str, Any] = {}
         attributes: tuple[Any, ...] = ()
         if keywords or self.scalars or self.attributes:
             scalars, attributes = self._sort(keywords)

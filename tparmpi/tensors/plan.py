@@ -79,7 +79,7 @@ class Plan:
         self.attributes = dict(attributes)
         self.place = place
         self.backend = place.backend
-        self.xp = getattr(place.backend, "xp", None)
+        self.xp: Any = place.backend.xp
         self.rule = _bind(operator, self.attributes, specs)
         dtypes = [spec.dtype for spec in specs]
         self.choice: Choice = choose(

@@ -1,9 +1,9 @@
 """Random numbers that do not depend on the layout.
 
 Every number is a function of (seed, stream, step, global index), drawn from the
-counter-based generator Philox4x64-10 (see `tparmpi.backend.random`). The stream is a module's
-path and the number of its call; the index counts elements of the *global batch*, so that
-microbatches, accumulation and data parallelism change nothing.
+counter-based generator Philox4x64-10 (see `tparmpi.backend.random`). The stream is a
+module's path and the number of its call; the index counts elements of the *global
+batch*, so that microbatches, accumulation and data parallelism change nothing.
 """
 
 from __future__ import annotations
@@ -31,10 +31,12 @@ class scope:
     seed, step
         Parts of every stream's name.
     rows
-        Row of the global batch that is this rank's first row: for batches whose rows are
-        not those of the tensor at hand, as in a microbatch. None: the tensor's own rows.
+        Row of the global batch that is this rank's first row: for batches whose rows
+        are not those of the tensor at hand, as in a microbatch. None: the tensor's own
+        rows.
 
-    Entering restarts the numbering of calls, so that the same calls draw the same numbers.
+    Entering restarts the numbering of calls, so that the same calls draw the same
+    numbers.
     """
 
     def __init__(self, seed: int = 0, step: int = 0, rows: int | None = None) -> None:
@@ -67,7 +69,7 @@ def current() -> scope:
 
 
 def keep_mask(key: Key, spec: Spec, p: float, rows: int | None) -> Any:
-    """Return this rank's block of a bool mask that is False with probability `p`. Local.
+    """Return this rank's block of a mask that is False with probability `p`. Local.
 
     Parameters
     ----------

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tparmpi.comm import Place
+from tparmpi.errors import ShardingError
 from tparmpi.sharding import (
     Layout,
     Route,
@@ -14,7 +15,6 @@ from tparmpi.sharding import (
     chunk_sizes,
     find_route,
 )
-from tparmpi.errors import ShardingError
 from tparmpi.tensors.spec import Spec, describe_layout
 
 

@@ -94,7 +94,7 @@ def spec_of(
     """Return the one spec of `place`, `shape`, `dtype` and `layout`."""
     table = place.cache
     key = (shape, dtype, layout)
-    spec = table.get(key)
+    spec: Spec | None = table.get(key)
     if spec is None:
         spec = table[key] = Spec(place, shape, dtype, layout)
     return spec

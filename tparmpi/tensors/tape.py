@@ -1,10 +1,10 @@
 """The tape: nodes that remember operator calls, and the backward pass over them.
 
-Redistributions leave no node: a tensor in another layout is the same value, so it shares
-the slot of the tensor it came from. A slot keeps one running sum of gradients for each
-layout; when its node is consumed they are merged into the layout that the node needs, with
-at most one communication for each axis. Thus a tensor read by several operators is reduced
-once, whatever layouts they read it in.
+Redistributions leave no node: a tensor in another layout is the same value, so it
+shares the slot of the tensor it came from. A slot keeps one running sum of gradients
+for each layout; when its node is consumed they are merged into the layout that the node
+needs, with at most one communication for each axis. Thus a tensor read by several
+operators is reduced once, whatever layouts they read it in.
 """
 
 from __future__ import annotations
@@ -188,15 +188,15 @@ class Node:
         plan = self.plan
         if plan is None:
             raise AutodiffError(
-                "backward: this part of the tape was used by an earlier backward() and is "
-                "freed; run the forward again"
+                "backward: this part of the tape was used by an earlier backward() and "
+                "is freed; run the forward again"
             )
         for cell, version in self.versions:
             if cell[0] != version:
                 raise AutodiffError(
-                    f"backward: an operand of {plan.operator.name} was written to after "
-                    "the forward used it; call backward() before the optimizer steps or "
-                    "weights are loaded"
+                    f"backward: an operand of {plan.operator.name} was written to "
+                    "after the forward used it; call backward() before the optimizer "
+                    "steps or weights are loaded"
                 )
         grads, pending = self._output_gradients(plan)
         saved = _fetch(self.saved)
@@ -213,7 +213,9 @@ class Node:
                 node.slots[slot].add(results[number], gradient_layout)
 
     def _output_gradients(self, plan: Plan) -> tuple[tuple[Any, ...], tuple[bool, ...]]:
-        """Gradients of the outputs, and for each axis whether they are pending there."""
+        """Gradients of the outputs, and for each axis whether they are "
+        "pending there.
+        """
         for slot, needed in zip(self.slots, plan.output_gradients, strict=True):
             slot.pool(needed)
         pending = tuple(
@@ -271,7 +273,9 @@ def run(root: Node | Leaf) -> None:
 
 
 class _Mode:
-    """Whether operator calls are recorded, and whether gathering unasked is an error."""
+    """Whether operator calls are recorded, and whether gathering unasked "
+    "is an error.
+    """
 
     recording = True
     gathering = True

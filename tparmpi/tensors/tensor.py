@@ -29,9 +29,9 @@ from tparmpi.tensors.spec import Spec, describe_layout, spec_of
 class Tensor:
     """An array of global shape, laid out over the ranks of a device, group or mesh.
 
-    Made by `tpm.tensor`, `tpm.from_local` and operators. Immutable but for `write_local`.
-    On ranks that are no members of its place it is a *shell*: shape, dtype and layout, no
-    data.
+    Made by `tpm.tensor`, `tpm.from_local` and operators. Immutable but for
+    `write_local`. On ranks that are no members of its place it is a *shell*: shape,
+    dtype and layout, no data.
 
     Attributes
     ----------
@@ -149,8 +149,8 @@ class Tensor:
     def grad(self) -> Tensor | None:
         """The gradient gathered so far by `backward`, or None. Local.
 
-        It may be a pending sum (`Partial`) over axes on which this tensor is replicated;
-        `numpy()` or `with_sharding` reduces it.
+        It may be a pending sum (`Partial`) over axes on which this tensor is
+        replicated; `numpy()` or `with_sharding` reduces it.
         """
         if not isinstance(self.node, tape.Leaf):
             return None
@@ -171,8 +171,8 @@ class Tensor:
         if value is not None:
             if value.shape != self.shape or value.spec.place is not self.spec.place:
                 raise ShapeError(
-                    f"grad: the gradient must have the shape {self.shape} and the place "
-                    f"of its tensor; its shape is {value.shape}"
+                    f"grad: the gradient must have the shape {self.shape} and the "
+                    f"place of its tensor; its shape is {value.shape}"
                 )
             slot.add(value.array, value.layout)
 
@@ -194,13 +194,13 @@ class Tensor:
         Raises
         ------
         AutodiffError
-            If the device is not an autodiff one, the dtype is not floating, or the tensor
-            is an operator's result.
+            If the device is not an autodiff one, the dtype is not floating, or the
+            tensor is an operator's result.
         """
         if not self.device.is_autodiff:
             raise AutodiffError(
-                f"require_grad: {self.device} does not record operators; make the tensor "
-                "on device.autodiff()"
+                f"require_grad: {self.device} does not record operators; make the "
+                "tensor on device.autodiff()"
             )
         if not np.issubdtype(self.dtype, np.inexact) and self.dtype.kind != "V":
             raise AutodiffError(
@@ -221,7 +221,8 @@ class Tensor:
     def backward(self) -> None:
         """Add to `grad` of all tensors this one was made from, seeded with ones.
 
-        Collective over the places of all tensors on the tape. The tape is freed on the way.
+        Collective over the places of all tensors on the tape. The tape is freed on the
+        way.
 
         Raises
         ------
@@ -267,16 +268,16 @@ class Tensor:
         allow_empty
             Permit that some members hold nothing.
         regather
-            Let the tape keep the shard and gather once more in the backward pass, instead
-            of keeping the gathered array.
+            Let the tape keep the shard and gather once more in the backward pass,
+            instead of keeping the gathered array.
         **by_axis
             Placements of single axes of a mesh; the others stay.
 
         Raises
         ------
         ShardingError
-            If an axis or dim does not exist, a member would be left empty, or a pending sum
-            is asked for. The tensor is left as it was.
+            If an axis or dim does not exist, a member would be left empty, or a pending
+            sum is asked for. The tensor is left as it was.
         """
         layout = self._target_layout(sharding, by_axis)
         if not allow_empty:
@@ -307,12 +308,15 @@ class Tensor:
         whole = self.to_layout(replicated(len(self.layout)))
         if whole._array is None and whole._host is not None:
             return whole._host.copy()
-        return np.array(self.spec.place.backend.to_host(whole.array))
+        host: np.ndarray[Any, Any] = np.array(
+            self.spec.place.backend.to_host(whole.array)
+        )
+        return host
 
     def __array__(
         self, dtype: Any = None, copy: bool | None = None
     ) -> np.ndarray[Any, Any]:
-        return self.numpy().astype(dtype or self.dtype, copy=False)
+        return np.asarray(self.numpy(), dtype or self.dtype)
 
     def item(self) -> Any:
         """Return the value of a tensor of one element. Collective over the place."""
@@ -334,14 +338,14 @@ class Tensor:
     def write_local(self, array: Any) -> None:
         """Overwrite this rank's block in place. Local.
 
-        For the library's writes: optimizers, loading, drawing initial values. A tape that
-        recorded the tensor before refuses to run its backward after.
+        For the library's writes: optimizers, loading, drawing initial values. A tape
+        that recorded the tensor before refuses to run its backward after.
         """
         self._refuse_shell("write_local()")
         if tuple(array.shape) != self.spec.local_shape:
             raise ShapeError(
-                f"write_local: this rank's block has the shape {self.spec.local_shape}, "
-                f"the array {tuple(array.shape)}"
+                "write_local: this rank's block has the shape "
+                f"{self.spec.local_shape}, the array {tuple(array.shape)}"
             )
         target = self.array
         if isinstance(array, np.ndarray) and not isinstance(target, np.ndarray):
@@ -390,22 +394,22 @@ class Tensor:
 
     def __mul__(self, other: Any) -> Tensor:
         if isinstance(other, Number):
-            return registry["scale"](self, factor=other)
+            return _apply("scale", self, factor=other)
         return _binary("mul", self, other)
 
-    def __rmul__(self, other: Any) -> Tensor:
-        return self * other
+    __rmul__ = __mul__
 
     def __truediv__(self, other: Any) -> Tensor:
         if not isinstance(other, Number):
             return NotImplemented
-        return registry["scale"](self, factor=1 / other)  # type: ignore[operator]
+        return _apply("scale", self, factor=1 / other)  # type: ignore[operator]
 
     def __neg__(self) -> Tensor:
-        return registry["scale"](self, factor=-1)
+        return _apply("scale", self, factor=-1)
 
     def __matmul__(self, other: Any) -> Tensor:
-        return methods["matmul"](self, other)
+        result: Tensor = methods["matmul"](self, other)
+        return result
 
     def _target_layout(
         self, sharding: Placement | Layout | None, by_axis: dict[str, Placement]
@@ -413,8 +417,8 @@ class Tensor:
         place = self.spec.place
         if sharding is None and not by_axis:
             raise ShardingError(
-                "with_sharding: say how, for example with_sharding(Shard(0)) on a group "
-                "or with_sharding(tp=Shard(0)) on a mesh"
+                "with_sharding: say how, for example with_sharding(Shard(0)) on a "
+                "group or with_sharding(tp=Shard(0)) on a mesh"
             )
         layout = list(self.layout)
         if sharding is not None:
@@ -466,8 +470,8 @@ class Tensor:
     def _refuse_shell(self, what: str) -> None:
         if self.is_shell:
             raise ShardingError(
-                f"{what}: this rank is no member of {self.spec.place} and holds no data "
-                "of the tensor; ask on its members only"
+                f"{what}: this rank is no member of {self.spec.place} and holds no "
+                "data of the tensor; ask on its members only"
             )
 
 
@@ -484,20 +488,25 @@ class _Bound:
         return self.function(self.tensor, *args, **keywords)
 
 
-def _binary(name: str, left: Any, right: Any) -> Any:
+def _binary(name: str, left: Any, right: Any) -> Tensor:
     if not isinstance(left, Tensor):
         left = _constant(name, left, right)
     elif not isinstance(right, Tensor):
         right = _constant(name, right, left)
-    return registry[name](left, right)
+    return _apply(name, left, right)
+
+
+def _apply(name: str, *operands: Tensor, **keywords: Any) -> Tensor:
+    result: Tensor = registry[name](*operands, **keywords)
+    return result
 
 
 def _constant(name: str, value: Any, like: Tensor) -> Tensor:
     """A number as a tensor without dims, of the dtype and place of `like`."""
     if not isinstance(value, Number):
         raise TypeError(
-            f"{name}: operand is a {type(value).__name__}, not a tensor; make it one with "
-            "tpm.tensor(array, group)"
+            f"{name}: operand is a {type(value).__name__}, not a tensor; make it one "
+            "with tpm.tensor(array, group)"
         )
     place = like.spec.place
     spec = spec_of(place, (), like.dtype, replicated(len(like.layout)))

@@ -90,6 +90,6 @@ def check_gradient(
         scale = np.abs(expected).max(initial=1e-12)
         if not error <= tolerance * scale:
             raise AssertionError(
-                f"the gradient of operand {number} differs by {error / scale:.3g} of its "
-                f"largest element from finite differences (at most {tolerance:g})"
+                f"the gradient of operand {number} differs by {error / scale:.3g} of "
+                f"its largest element from finite differences (at most {tolerance:g})"
             )
