@@ -293,6 +293,7 @@ class Collectives(Members):
             frames[self.rank] = frame
             bodies = [objects.body_for(other) for other in frames]
             algorithms.exchange(link, [body] * self.size, bodies)
+            bodies[self.rank] = body
             call.sent = (self.size - 1) * (frame.nbytes + body.nbytes)
             values = [objects.unpack(f, b) for f, b in zip(frames, bodies, strict=True)]
             values[self.rank] = value
