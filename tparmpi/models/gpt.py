@@ -1,0 +1,283 @@
+"""GPT: a decoder-only transformer of GPT-2's shape.
+
+Radford et al., "Language Models are Unsupervised Multitask Learners" (2019): layer
+norms before attention and MLP and at the end, GELU in its tanh form, learned positions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from tparmpi.comm import Place
+from tparmpi.errors import ShapeError, UsageError
+from tparmpi.models.gpt_layout import TENSOR_PARALLEL, GPTLayout
+from tparmpi.nn import (
+    MLP,
+    CausalSelfAttention,
+    Dropout,
+    Embedding,
+    LayerNorm,
+    Module,
+    Parameter,
+    init,
+)
+from tparmpi.nn.splitting import layout_over
+from tparmpi.ops import einsum
+from tparmpi.sharding import REPLICATE, Shard
+from tparmpi.tensors import Tensor
+
+DEVIATION = 0.02
+"""Of all initial weights but those that write to the residual stream."""
+
+
+@dataclass(frozen=True)
+class GPTConfig:
+    """Sizes of a GPT.
+
+    Attributes
+    ----------
+    n_layer, d_model, n_head
+        Hidden layers, width, attention heads.
+    seq_len, vocab_size
+        Most positions, tokens.
+    d_ff
+        Width inside the MLP; ``4 * d_model`` if None.
+    dropout
+        Probability, after the embedding, each attention and each MLP.
+    tied
+        Whether the output uses the token embedding's table.
+
+    Raises
+    ------
+    UsageError
+        If a size is not positive, the heads do not divide the width, or the dropout is
+        not in [0, 1).
+    """
+
+    n_layer: int
+    d_model: int
+    n_head: int
+    seq_len: int
+    vocab_size: int
+    d_ff: int | None = None
+    dropout: float = 0.0
+    tied: bool = True
+
+    def __post_init__(self) -> None:
+        if self.d_ff is None:
+            object.__setattr__(self, "d_ff", 4 * self.d_model)
+        for key in ("n_layer", "d_model", "n_head", "seq_len", "vocab_size", "d_ff"):
+            size = getattr(self, key)
+            if size < 1:
+                raise UsageError(f"GPTConfig: {key} must be at least 1, it is {size}")
+        if self.d_model % self.n_head:
+            raise UsageError(
+                f"GPTConfig: d_model ({self.d_model}) must be a multiple of n_head "
+                f"({self.n_head})"
+            )
+        if not 0 <= self.dropout < 1:
+            raise UsageError(
+                "GPTConfig: dropout must be at least 0 and below 1, it is "
+                f"{self.dropout}"
+            )
+
+
+class GPTInput(Module):
+    """Tokens to vectors: a token's and its position's, added.
+
+    Attributes
+    ----------
+    tokens : Embedding, weight (V, D)
+    positions : Parameter, (T, D)
+    """
+
+    def __init__(
+        self, config: GPTConfig, place: Place, layout: GPTLayout, dtype: Any = None
+    ) -> None:
+        self.tokens = Embedding(
+            config.vocab_size,
+            config.d_model,
+            place,
+            split=layout.tokens,
+            axis=layout.axis,
+            initializer=init.normal(DEVIATION),
+            dtype=dtype,
+        )
+        self.positions = Parameter(
+            (config.seq_len, config.d_model),
+            place,
+            initializer=init.normal(DEVIATION),
+            kind="embedding",
+            dtype=dtype,
+        )
+        self.dropout = Dropout(config.dropout)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Return the vectors (B, T, D) of `tokens` (B, T).
+
+        Raises
+        ------
+        ShapeError
+            If there are more positions than the model has.
+        """
+        most, length = self.positions.shape[0], tokens.shape[-1]
+        if length > most:
+            raise ShapeError(
+                f"GPT: {length} positions are given but the model has {most}; "
+                "shorten the tokens or make the model with a larger seq_len"
+            )
+        positions: Tensor = self.positions
+        if length < most:
+            positions, _ = positions.split((length, most - length), dim=0)
+        return self.dropout(self.tokens(tokens) + positions)
+
+
+class GPTBlock(Module):
+    """A hidden layer: attention and MLP, each normed before and added after.
+
+    Attributes
+    ----------
+    attn_norm, mlp_norm : LayerNorm
+    attn : CausalSelfAttention
+    mlp : MLP
+    attn_dropout, mlp_dropout : Dropout
+    """
+
+    def __init__(
+        self, config: GPTConfig, place: Place, layout: GPTLayout, dtype: Any = None
+    ) -> None:
+        residual = init.normal(DEVIATION * (2 * config.n_layer) ** -0.5)
+        assert config.d_ff is not None
+        self.attn_norm = LayerNorm(config.d_model, place, dtype=dtype)
+        self.attn = CausalSelfAttention(
+            config.d_model,
+            config.n_head,
+            place,
+            split=layout.attention,
+            axis=layout.axis,
+            output_initializer=residual,
+            dtype=dtype,
+        )
+        self.attn_dropout = Dropout(config.dropout)
+        self.mlp_norm = LayerNorm(config.d_model, place, dtype=dtype)
+        self.mlp = MLP(
+            config.d_model,
+            config.d_ff,
+            place,
+            split=layout.mlp,
+            axis=layout.axis,
+            output_initializer=residual,
+            dtype=dtype,
+        )
+        self.mlp_dropout = Dropout(config.dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the next layer's input for `x` (B, T, D)."""
+        x = x + self.attn_dropout(self.attn(self.attn_norm(x)))
+        return x + self.mlp_dropout(self.mlp(self.mlp_norm(x)))
+
+
+class GPTOutput(Module):
+    """Vectors to logits.
+
+    Attributes
+    ----------
+    norm : LayerNorm
+    weight : Parameter, (V, D)
+        The token embedding's table if tied.
+    """
+
+    def __init__(
+        self,
+        config: GPTConfig,
+        place: Place,
+        layout: GPTLayout,
+        dtype: Any = None,
+        tied_to: Parameter | None = None,
+    ) -> None:
+        self.norm = LayerNorm(config.d_model, place, dtype=dtype)
+        if tied_to is None:
+            split = Shard(0) if layout.tokens else REPLICATE
+            tied_to = Parameter(
+                (config.vocab_size, config.d_model),
+                place,
+                layout_over(place, layout.axis, split),
+                initializer=init.normal(DEVIATION),
+                dtype=dtype,
+            )
+        self.weight = tied_to
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the logits (B, T, V) for `x` (B, T, D), split as the weight is."""
+        return einsum("btd,vd->btv", self.norm(x), self.weight)
+
+
+class GPT(Module):
+    """A GPT: input layer, hidden layers and output layer, which can be placed apart.
+
+    Parameters
+    ----------
+    config
+        Sizes.
+    place
+        Device, group or mesh; on its autodiff view the parameters require gradients.
+    layout
+        How the layers are split.
+    dtype
+        The place's default floating dtype if None.
+
+    Attributes
+    ----------
+    input : GPTInput
+    blocks : list of GPTBlock
+    output : GPTOutput
+
+    Raises
+    ------
+    ShardingError
+        If there are fewer heads than members to split them over.
+    """
+
+    def __init__(
+        self,
+        config: GPTConfig,
+        place: Place,
+        *,
+        layout: GPTLayout = TENSOR_PARALLEL,
+        dtype: Any = None,
+    ) -> None:
+        self.config = config
+        self.input = GPTInput(config, place, layout, dtype)
+        self.blocks = [
+            GPTBlock(config, place, layout, dtype) for _ in range(config.n_layer)
+        ]
+        tied_to = self.input.tokens.weight if config.tied else None
+        self.output = GPTOutput(config, place, layout, dtype, tied_to)
+        self.assign_paths()
+
+    @property
+    def layer_input(self) -> Module:
+        """The layer that takes the tokens."""
+        return self.input
+
+    @property
+    def layers_hidden(self) -> list[GPTBlock]:
+        """The layers between, in order."""
+        return self.blocks
+
+    @property
+    def layer_output(self) -> Module:
+        """The layer that gives the logits."""
+        return self.output
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Return the logits (B, T, V) for `tokens` (B, T), T at most ``seq_len``.
+
+        Collective over the place. The batch may be sharded; the logits are split by
+        vocabulary over the axis that the layers are split over.
+        """
+        x = self.layer_input(tokens)
+        for layer in self.layers_hidden:
+            x = layer(x)
+        return self.layer_output(x)

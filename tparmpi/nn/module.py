@@ -1,0 +1,110 @@
+"""Modules: trees of parameters with a forward function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+from tparmpi.nn.parameter import Parameter
+
+_Self = TypeVar("_Self", bound="Module")
+
+
+class Module:
+    """A part of a model: attributes hold parameters, modules, and lists of modules.
+
+    Subclasses define ``forward``; calling the module calls it. Names are dotted paths
+    of attributes, such as ``"blocks.0.attn.q.weight"``. A module or parameter that is
+    reached on several paths counts once, under the first, in the order of assignment.
+
+    Attributes
+    ----------
+    training
+        Whether dropout is active; see `train` and `eval`.
+    path
+        Dotted path from the model's root; None until `assign_paths`.
+    """
+
+    training: bool = True
+    path: str | None = None
+    forward: Callable[..., Any]
+
+    def __call__(self, *inputs: Any, **keywords: Any) -> Any:
+        """Return ``forward(...)``."""
+        return self.forward(*inputs, **keywords)
+
+    def named_modules(self) -> Iterator[tuple[str, Module]]:
+        """Yield (path, module) for this module, path ``""``, and all below. Local."""
+        seen: set[int] = set()
+        yield from _walk(self, "", seen)
+
+    def named_parameters(self) -> Iterator[tuple[str, Parameter]]:
+        """Yield the path of each parameter and the parameter. Local."""
+        seen: set[int] = set()
+        for path, module in self.named_modules():
+            for key, value in vars(module).items():
+                if isinstance(value, Parameter) and id(value) not in seen:
+                    seen.add(id(value))
+                    yield _join(path, key), value
+
+    def parameters(self) -> Iterator[Parameter]:
+        """Yield each parameter once. Local."""
+        for _, parameter in self.named_parameters():
+            yield parameter
+
+    def state_dict(self) -> dict[str, Parameter]:
+        """Return the parameters by name: the tensors themselves, not copies. Local."""
+        return dict(self.named_parameters())
+
+    def assign_paths(self) -> None:
+        """Tell all modules and parameters below what they are called. Local."""
+        for path, module in self.named_modules():
+            module.path = path
+        for name, parameter in self.named_parameters():
+            parameter.name = name
+
+    def initialize(self: _Self, seed: int) -> _Self:
+        """Name all parameters and draw their initial values; return the module. Local.
+
+        Values depend on (seed, name, global index) only: the same bytes on every
+        layout.
+        """
+        self.assign_paths()
+        for name, parameter in self.named_parameters():
+            parameter.initialize(seed, name)
+        return self
+
+    def train(self: _Self) -> _Self:
+        """Make dropout active here and in all below; return the module. Local."""
+        for _, module in self.named_modules():
+            module.training = True
+        return self
+
+    def eval(self: _Self) -> _Self:
+        """Make dropout inactive here and in all below; return the module. Local."""
+        for _, module in self.named_modules():
+            module.training = False
+        return self
+
+    def zero_grad(self) -> None:
+        """Forget the gradients of all parameters. Local."""
+        for parameter in self.parameters():
+            parameter.zero_grad()
+
+
+def _walk(module: Module, path: str, seen: set[int]) -> Iterator[tuple[str, Module]]:
+    if id(module) in seen:
+        return
+    seen.add(id(module))
+    yield path, module
+    for key, value in vars(module).items():
+        if isinstance(value, Module):
+            yield from _walk(value, _join(path, key), seen)
+        elif isinstance(value, list | tuple):
+            for number, item in enumerate(value):
+                if isinstance(item, Module):
+                    yield from _walk(item, _join(path, f"{key}.{number}"), seen)
+
+
+def _join(path: str, key: str) -> str:
+    return f"{path}.{key}" if path else key

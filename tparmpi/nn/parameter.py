@@ -1,0 +1,124 @@
+"""Parameters: tensors that a model owns and an optimizer changes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from tparmpi.backend import MetaArray
+from tparmpi.comm import Place
+from tparmpi.errors import ShardingError, UsageError
+from tparmpi.nn.init import DEFAULT, Initializer
+from tparmpi.sharding import Layout, Partial, Placement, replicated
+from tparmpi.tensors import Tensor, spec_of
+
+KINDS = ("weight", "bias", "norm", "embedding")
+"""What a parameter can be; optimizers decay weights and embeddings only."""
+
+
+class Parameter(Tensor):
+    """A tensor with an initial distribution and a kind; never gathered unasked.
+
+    It has no values until `initialize` or a checkpoint gives it some. On an autodiff
+    place it requires a gradient. On ranks that are no members of its place it is a
+    shell.
+
+    Parameters
+    ----------
+    shape
+        Global shape.
+    place
+        Device, group or mesh, or its autodiff view.
+    sharding, by_axis
+        As for `Tensor.with_sharding`; members may be left empty.
+    initializer
+        See `tparmpi.nn.init`.
+    kind : {"weight", "bias", "norm", "embedding"}
+        What it is for; decides about weight decay.
+    dtype
+        The place's default floating dtype if None.
+
+    Attributes
+    ----------
+    name
+        Dotted path in the model; empty until a module assigns it.
+
+    Raises
+    ------
+    UsageError
+        If the kind is unknown.
+    ShardingError
+        If the layout names an axis or dim that does not exist, or is `Partial`.
+    """
+
+    __slots__ = ("initializer", "kind", "name")
+    is_parameter = True
+
+    def __init__(
+        self,
+        shape: tuple[int, ...],
+        place: Place,
+        sharding: Placement | Layout | None = None,
+        *,
+        initializer: Initializer = DEFAULT,
+        kind: str = "weight",
+        dtype: Any = None,
+        **by_axis: Placement,
+    ) -> None:
+        if kind not in KINDS:
+            raise UsageError(
+                f"Parameter: kind must be one of {', '.join(KINDS)}, it is {kind!r}"
+            )
+        inner = place.inner()
+        dtype = np.dtype(inner.settings.float if dtype is None else dtype)
+        whole = replicated(len(inner.shape))
+        super().__init__(
+            spec_of(inner, tuple(shape), dtype, whole), None, place, cell=[0]
+        )
+        if sharding is not None or by_axis:
+            layout = self._target_layout(sharding, by_axis)
+            if any(isinstance(placement, Partial) for placement in layout):
+                raise ShardingError(
+                    "Parameter: a parameter cannot be Partial; use Replicate() or "
+                    "Shard(dim)"
+                )
+            self.spec = self.spec.with_layout(layout)
+        self.initializer = initializer
+        self.kind = kind
+        self.name = ""
+        if self.is_shell:
+            self._array = MetaArray(self.spec.local_shape, dtype)
+        if place.is_autodiff:
+            self.require_grad()
+
+    @property
+    def array(self) -> Any:
+        """This rank's block, writable, for the library's own use.
+
+        Raises
+        ------
+        UsageError
+            If it has no values yet.
+        """
+        if self._array is None:
+            raise UsageError(
+                f"parameter '{self.name}' has no values yet; call "
+                "model.initialize(seed) or load a checkpoint"
+            )
+        return self._array
+
+    def initialize(self, seed: int, name: str) -> None:
+        """Draw the values as a function of (seed, name, global index). Local."""
+        self.name = name
+        if not self.is_shell:
+            self._array = self.initializer(seed, name, self.spec)
+            self.mark_written()
+
+    def write_local(self, array: Any) -> None:
+        """Overwrite this rank's block in place. See `Tensor.write_local`."""
+        fits = tuple(array.shape) == self.spec.local_shape
+        if self._array is None and fits:
+            backend = self.spec.place.backend
+            self._array = backend.empty(self.spec.local_shape, self.dtype)
+        super().write_local(array)
