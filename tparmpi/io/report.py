@@ -75,10 +75,11 @@ def compare(
         report.errors += differences
         if not differences:
             report.applied.append(name)
+    asked = {fmt.MODEL, fmt.OPTIMIZER} if with_optimizer else {fmt.MODEL}
     for name in index.tensors:
         if name not in wanted:
-            asked = with_optimizer or not name.startswith(f"{fmt.OPTIMIZER}/")
-            (report.unused if asked else report.skipped).append(name)
+            part = name.partition("/")[0]
+            (report.unused if part in asked else report.skipped).append(name)
     if with_optimizer and header.optimizer_steps is None:
         report.missing.append(f"{fmt.OPTIMIZER}_steps")
     return report
