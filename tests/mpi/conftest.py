@@ -1,0 +1,26 @@
+"""What tests of several ranks share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import tparmpi as tpm
+
+
+@pytest.fixture(autouse=True)
+def together(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Start and end each test on all ranks at a time, and the same test on each."""
+    names = tpm.world().all_gather_object(request.node.nodeid)
+    assert names == names[:1] * len(names)
+    yield
+    tpm.world().barrier()
+
+
+@pytest.fixture
+def shared_path(tmp_path: Path) -> Path:
+    """An empty folder, the same one on every rank."""
+    path: Path = tpm.world().broadcast_object(tmp_path)
+    return path
