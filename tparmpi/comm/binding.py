@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tparmpi.backend import get
-from tparmpi.config import environment
 from tparmpi.comm.launcher import Launched
+from tparmpi.config import environment
 from tparmpi.errors import DeviceError
 
 if TYPE_CHECKING:
@@ -146,7 +146,7 @@ def usable_cores(table: Sequence[Mapping[str, Any]], rank: int) -> float:
     share = sum(1 / sum(core in mask for mask in masks) for core in own["cores"])
     if own["quota"] is None:
         return share
-    return min(share, own["quota"] / len(near))
+    return min(share, float(own["quota"]) / len(near))
 
 
 @cache
@@ -177,7 +177,7 @@ def warn_of_sharing(table: Sequence[Mapping[str, Any]], rank: int) -> None:
     ]
     if len(sharing) > 1 and sharing[0] == rank:
         warnings.warn(
-            f"ranks {', '.join(map(str, sharing))} share one GPU of {own['host']}; start "
-            "as many ranks on each host as it has GPUs",
+            f"ranks {', '.join(map(str, sharing))} share one GPU of {own['host']}; "
+            "start as many ranks on each host as it has GPUs",
             stacklevel=2,
         )

@@ -222,8 +222,8 @@ class Pending:
             self._poll(control, doing)
         except MPI.Exception as error:
             raise CommunicationError(
-                f"{doing}: MPI says {error}; members must bring arrays of matching "
-                "shapes and dtypes"
+                f"{doing}: a message does not fit ({_cause(error)}); all members must "
+                "make the same calls, with arrays of matching shapes and dtypes"
             ) from error
         self.requests.clear()
         self.ranks.clear()
@@ -251,3 +251,9 @@ class Pending:
             for request, rank in zip(self.requests, self.ranks, strict=True)
             if not request.Test()
         ]
+
+
+def _cause(error: MPI.Exception) -> str:
+    if error.Get_error_class() == MPI.ERR_IN_STATUS:
+        return "it is longer than what is expected here"
+    return str(error)

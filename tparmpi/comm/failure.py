@@ -1,9 +1,9 @@
 """One rank's failure ends the whole job; nobody is left waiting.
 
-The hooks are installed when a launcher has started several processes, or by `init`. They
-see uncaught exceptions of all threads and ``sys.exit`` with a nonzero code. A plain
-``raise SystemExit`` passes them by, so a rank also tells the others when it leaves:
-whoever waits for it then raises, and that ends the job.
+The hooks are installed when a launcher has started several processes, or by `init`.
+They see uncaught exceptions of all threads and ``sys.exit`` with a nonzero code. A
+plain ``raise SystemExit`` passes them by, so a rank also tells the others when it
+leaves: whoever waits for it then raises, and that ends the job.
 """
 
 from __future__ import annotations
@@ -125,9 +125,8 @@ def leave(code: int) -> int:
     int
         The exit code that all ranks agree on: the first in rank order that is not 0.
     """
-    if _world is None:
-        if code and in_job() and not _start_late():
-            _kill(f"exited with code {code}")
+    if _world is None and code and in_job() and not _start_late():
+        _kill(f"exited with code {code}")
     if _world is None or _is_finalized():
         return code
     control = _world.control
@@ -188,9 +187,9 @@ class _ThreadHook:
             self._previous(args)
             return
         name = args.thread.name if args.thread is not None else "unknown"
-        _print_heading = f"Exception in thread {name}:\n"
+        heading = f"Exception in thread {name}:\n"
         error = args.exc_value or args.exc_type()
-        _fail_of(args.exc_type, error, args.exc_traceback, 1, _print_heading)
+        _fail_of(args.exc_type, error, args.exc_traceback, 1, heading)
         # All ranks failed alike; the main thread may still wait for them.
         _flush()
         os._exit(1)

@@ -35,8 +35,8 @@ def fold_of(op: str, dtype: np.dtype[Any], xp: Any, doing: str) -> Fold:
         return _Plain(xp.maximum if op == "max" else xp.minimum)
     if op == "mean" and dtype.kind in "biu":
         raise UsageError(
-            f"{doing}: the mean of {dtype.name} arrays is not {dtype.name}; cast them to "
-            "a floating dtype first"
+            f"{doing}: the mean of {dtype.name} arrays is not {dtype.name}; cast them "
+            "to a floating dtype first"
         )
     wide = accumulation_dtype(dtype)
     if wide == dtype and op == "sum":

@@ -85,8 +85,8 @@ def check_devices(what: str, devices: Sequence[Place]) -> tuple[Device, ...]:
     for device in devices:
         if device.is_autodiff:
             raise GroupError(
-                f"{what}: {device!r} is an autodiff view; group the plain devices, then "
-                f"call {what}(…).autodiff()"
+                f"{what}: {device!r} is an autodiff view; group the plain devices, "
+                f"then call {what}(…).autodiff()"
             )
         if not isinstance(device, Device):
             raise GroupError(
@@ -108,8 +108,8 @@ def check_devices(what: str, devices: Sequence[Place]) -> tuple[Device, ...]:
     if len(kinds) > 1:
         mixed = " and ".join(repr(device) for device in kinds.values())
         raise GroupError(
-            f"{what}: devices of one kind are needed, {mixed} differ; set TPARMPI_DEVICE "
-            "to the same kind on every rank"
+            f"{what}: devices of one kind are needed, {mixed} differ; set "
+            "TPARMPI_DEVICE to the same kind on every rank"
         )
     common_settings(checked)
     return tuple(checked)

@@ -87,7 +87,7 @@ class Members(Place):
             if self.is_closed:
                 raise GroupError(f"{kind}: {self!r} is closed; make a new one")
             raise GroupError(
-                f"{kind}: rank {self._world.rank} is no member of {self!r}; only members "
-                "make its collective calls"
+                f"{kind}: rank {self._world.rank} is no member of {self!r}; only "
+                "members make its collective calls"
             )
         return self._channel

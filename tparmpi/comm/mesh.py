@@ -73,7 +73,7 @@ class Mesh(Collectives):
         number = self._number("split", name)
         if name not in self._parts:
             grid = np.arange(self.size).reshape(self.shape)
-            sizes = {axis: n for axis, n in self._sizes().items() if axis != name}
+            sizes = {axis: n for axis, n in self._axis_sizes().items() if axis != name}
             self._parts[name] = [
                 Mesh(tuple(self.devices[i] for i in part.ravel().tolist()), sizes)
                 for part in np.moveaxis(grid, number, 0)
@@ -97,11 +97,11 @@ class Mesh(Collectives):
         _check_sizes("factor", sizes)
         if prod(sizes.values()) != self.shape[number]:
             raise GroupError(
-                f"factor: {_product(sizes)} is {prod(sizes.values())}, axis {name!r} has "
-                f"{self.shape[number]} devices; the sizes must multiply to that"
+                f"factor: {_product(sizes)} is {prod(sizes.values())}, axis {name!r} "
+                f"has {self.shape[number]} devices; the sizes must multiply to that"
             )
         axes: dict[str, int] = {}
-        for axis, size in self._sizes().items():
+        for axis, size in self._axis_sizes().items():
             for sub, n in sizes.items() if axis == name else [(axis, size)]:
                 if sub in axes:
                     raise UsageError(f"factor: the mesh would have two axes {sub!r}")
@@ -109,7 +109,10 @@ class Mesh(Collectives):
         return Mesh(self.devices, axes)
 
     def close(self) -> None:
-        """Close the mesh, its axes' groups and its parts. Collective over the members."""
+        """Close the mesh, its axes' groups and its parts.
+
+        Collective over the members.
+        """
         if self.is_closed:
             return
         for parts in self._parts.values():
@@ -119,7 +122,7 @@ class Mesh(Collectives):
             group.close()
         super().close()
 
-    def _sizes(self) -> dict[str, int]:
+    def _axis_sizes(self) -> dict[str, int]:
         return dict(zip(self.axes, self.shape, strict=True))
 
     def _number(self, method: str, name: str) -> int:

@@ -14,7 +14,7 @@ _ROOM = FRAME_BYTES - _LENGTH_BYTES
 
 
 def pack(value: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Return (frame, body) of a picklable object; an empty body if it fits the frame."""
+    """Return (frame, body) of an object; the body is empty if it fits the frame."""
     data = np.frombuffer(pickle.dumps(value, pickle.HIGHEST_PROTOCOL), np.uint8)
     frame = np.zeros(FRAME_BYTES, np.uint8)
     frame[:_LENGTH_BYTES].view(np.int64)[0] = data.size

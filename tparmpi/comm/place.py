@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any
 
 from tparmpi.errors import GroupError
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     from tparmpi.comm.settings import DeviceSettings
 
 
-class Place:
+class Place(ABC):
     """Where a tensor can live: a device, a group or a mesh, or a view of one.
 
     Places are compared by identity: two groups of the same devices differ.
@@ -62,7 +63,7 @@ class Place:
     _autodiff: Autodiff | None = None
 
     def autodiff(self) -> Autodiff:
-        """Return the view on which operators record gradients; always the same. Local."""
+        """Return the one view on which operators record gradients. Local."""
         if self._autodiff is None:
             self._autodiff = Autodiff(self)
         return self._autodiff
@@ -71,9 +72,9 @@ class Place:
         """Return the place itself, without a view for gradients. Local."""
         return self
 
+    @abstractmethod
     def axis_group(self, axis: int) -> Group:
         """Return the group along axis number `axis` that holds this rank. Local."""
-        raise NotImplementedError
 
 
 class Autodiff(Place):

@@ -1,4 +1,4 @@
-"""`init`: starts MPI, binds the rank to its device, tells every rank of every device."""
+"""`init`: starts MPI, binds the rank to its device, tells all ranks of all devices."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def is_initialized() -> bool:
 
 
 def world_state() -> World:
-    """Return what is known of all ranks; runs `init` where it has not. Local after it."""
+    """Return what is known of all ranks; local once `init` has run."""
     if _world is None:
         init()
     assert _world is not None
@@ -114,8 +114,8 @@ def _start(comm: MPI.Intracomm | None, settings: DeviceSettings) -> World:
     job = launched()
     if job.size > 1 and MPI.COMM_WORLD.size == 1:
         raise CommunicationError(
-            f"init: the launcher started {job.size} processes ({job.variable}), but MPI "
-            "connects none of them; use the mpirun or srun of the MPI library that "
+            f"init: the launcher started {job.size} processes ({job.variable}), but "
+            "MPI connects none of them; use the mpirun or srun of the MPI library that "
             f"mpi4py uses: {MPI.Get_library_version().splitlines()[0].strip()}"
         )
     state = World(comm)

@@ -45,7 +45,7 @@ class DeviceSettings:
 
 def _dtype(name: str, given: Any) -> np.dtype[Any]:
     try:
-        dtype = np.dtype(given)
+        dtype: np.dtype[Any] = np.dtype(given)
     except TypeError as error:
         raise UsageError(f"DeviceSettings: {name}={given!r} is no dtype") from error
     # bfloat16 and its like are floating types that NumPy files under "void".
@@ -91,7 +91,7 @@ def common_settings(devices: Sequence[Device]) -> DeviceSettings:
 def _first_supported(
     name: str, devices: Sequence[Device], supported: frozenset[str]
 ) -> np.dtype[Any]:
-    wanted: list[np.dtype[Any]] = [getattr(device.settings, name) for device in devices]
+    wanted: list[np.dtype[Any]] = [getattr(d.settings, name) for d in devices]
     for dtype in wanted:
         if dtype.name in supported:
             return dtype
