@@ -3,7 +3,8 @@
 On each axis an operator may run with all operands whole, with one of its factors split,
 or with a pending sum passed through it. Every combination over the axes is costed by
 the bytes that its redistributions move (forward only), and the cheapest is taken; ties
-go to the first in a fixed order, so that all ranks choose alike.
+go to the fewest steps, then to the first in a fixed order, so that all ranks choose
+alike.
 """
 
 from __future__ import annotations
@@ -119,13 +120,14 @@ def choose(
         for axis in range(len(axis_sizes))
     ]
     best: tuple[tuple[bool, int, int], _Trial] | None = None
-    for number, candidates in enumerate(product(*per_axis)):
+    for candidates in product(*per_axis):
         trial = _try(rule, operands, candidates, axis_sizes)
         if trial is None:
             continue
         if any(operands[i].is_parameter for i in trial.gathered):
             continue
-        rank = (bool(trial.gathered), trial.cost, number)
+        steps = sum(len(route.steps) for route in trial.routes)
+        rank = (bool(trial.gathered), trial.cost, steps)
         if best is None or rank < best[0]:
             best = (rank, trial)
     if best is None:

@@ -294,7 +294,7 @@ class Tensor:
         tensor = Tensor(target, None, self.device, self.node, self.slot, self.cell)
         if self.is_shell:
             tensor._array = MetaArray(target.local_shape, target.dtype)
-        elif self._array is None and self._host is not None:
+        elif self._host is not None and all(s.kind == "slice" for s in route.steps):
             tensor._host = np.ascontiguousarray(follow(self._host, spec, route))
         else:
             tensor._array = follow(self.array, spec, route)
@@ -306,7 +306,7 @@ class Tensor:
         """Return the whole value as a new NumPy array. Collective over the place."""
         self._refuse_shell("numpy()")
         whole = self.to_layout(replicated(len(self.layout)))
-        if whole._array is None and whole._host is not None:
+        if whole._host is not None:
             return whole._host.copy()
         host: np.ndarray[Any, Any] = np.array(
             self.spec.place.backend.to_host(whole.array)
