@@ -39,10 +39,6 @@ class RunFolder:
         """Who writes here now."""
         return self.path / "lock"
 
-    def checkpoint(self, step: int) -> Path:
-        """The folder of one step's checkpoint."""
-        return self.checkpoints / f"step-{step:08}"
-
     def claim(self, config: RunConfig, note: Callable[[str], None]) -> Lock:
         """Take the folder for a run with `config`, making it where it is new. Local.
 

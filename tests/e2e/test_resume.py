@@ -1,0 +1,161 @@
+"""A run that is killed, asked to stop, or moved to other ranks goes on as it was."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.launch import (
+    SMALL,
+    losses,
+    metrics,
+    ranks_of,
+    run,
+    started,
+    tparmpi,
+    wait_for,
+)
+
+STEPS = 24
+OPTIONS = (
+    *SMALL,
+    f"--steps={STEPS}",
+    "--set=checkpoint.every=5",
+    "--set=train.eval_every=7",
+)
+STOPPED = 75
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory, text) -> Path:
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    done = run(train(2, text), cwd=folder)
+    assert done.code == 0, done.err
+    return folder / "run"
+
+
+def train(ranks: int, text: Path, *options: str) -> list[str]:
+    return tparmpi(ranks, "train", "--run=run", f"--data={text}", *OPTIONS, *options)
+
+
+def checkpoints(folder: Path) -> list[str]:
+    return sorted(path.name for path in (folder / "checkpoints").iterdir())
+
+
+def evaluations(folder: Path) -> list[tuple[int, float]]:
+    return [
+        (line["step"], line["val_loss"])
+        for line in metrics(folder)
+        if "val_loss" in line
+    ]
+
+
+def reached(job: subprocess.Popen[str], folder: Path, lines: int) -> bool:
+    """Whether the metrics have so many lines, or never will."""
+    return len(metrics(folder)) >= lines or job.poll() is not None
+
+
+def test_a_whole_run(uninterrupted):
+    assert [step for step, _ in losses(uninterrupted)] == list(range(1, STEPS + 1))
+    assert [step for step, _ in evaluations(uninterrupted)] == [7, 14, 21, STEPS]
+    assert checkpoints(uninterrupted) == ["step-00000020", "step-00000024"]
+    assert not (uninterrupted / "lock").exists()
+    for line in metrics(uninterrupted):
+        if "loss" in line:
+            keys = {"step", "loss", "lr", "grad_norm", "tokens_per_s", "step_s"}
+            assert keys == set(line)
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_a_killed_run_goes_on_bit_for_bit(uninterrupted, tmp_path, text, seed):
+    chance = random.Random(seed)
+    folder = tmp_path / "run"
+    step = chance.randint(2, STEPS - 2)
+    with started(train(2, text), cwd=tmp_path) as job:
+        wait_for(partial(reached, job, folder, step))
+        victims = wait_for(lambda: ranks_of(job))
+        os.kill(chance.choice(victims), signal.SIGKILL)
+        job.communicate(timeout=30)
+        assert job.returncode != 0
+    again = run(train(2, text), cwd=tmp_path)
+    assert again.code == 0, again.err
+    assert losses(folder) == losses(uninterrupted)
+    assert evaluations(folder) == evaluations(uninterrupted)
+    assert checkpoints(folder) == checkpoints(uninterrupted)
+
+
+def test_a_finished_run_ends_at_once(uninterrupted, text):
+    before = (uninterrupted / "metrics.jsonl").read_bytes()
+    again = run(train(2, text), cwd=uninterrupted.parent)
+    assert again.code == 0, again.err
+    assert (uninterrupted / "metrics.jsonl").read_bytes() == before
+    assert f"done: {STEPS} steps" in again.out
+
+
+def test_a_run_goes_on_with_other_ranks(uninterrupted, tmp_path, text):
+    folder = tmp_path / "run"
+    first = run(
+        train(2, text, "--steps=10", "--set=train.lr_schedule=constant"), cwd=tmp_path
+    )
+    assert first.code == 0, first.err
+    options = [
+        "--set=train.lr_schedule=constant",
+        "--dp=3",
+        "--set=parallel.microbatches=2",
+    ]
+    second = run(train(3, text, *options), cwd=tmp_path)
+    assert second.code == 0, second.err
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    straight = run(train(1, text, "--set=train.lr_schedule=constant"), cwd=whole)
+    assert straight.code == 0, straight.err
+    mine, reference = losses(folder), losses(whole / "run")
+    assert [step for step, _ in mine] == list(range(1, STEPS + 1))
+    # Other layouts add in another order; 24 steps in float32 agree to 1e-4.
+    for (_, loss), (_, expected) in zip(mine, reference, strict=True):
+        assert loss == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("number", "rank"), [(signal.SIGUSR1, 1), (signal.SIGTERM, 0), (signal.SIGINT, 1)]
+)
+def test_a_signal_to_one_rank_saves_on_all(uninterrupted, tmp_path, text, number, rank):
+    folder = tmp_path / "run"
+    with started(train(2, text, "--steps=100000"), cwd=tmp_path) as job:
+        wait_for(partial(reached, job, folder, 3))
+        os.kill(ranks_of(job)[rank], number)
+        out, err = job.communicate(timeout=30)
+        assert job.returncode == STOPPED, err
+    assert "the same command resumes" in out
+    stopped_at = losses(folder)[-1][0]
+    assert f"step-{stopped_at:08}" in checkpoints(folder)
+    assert not (folder / "lock").exists()
+
+
+def test_signals_at_any_time_never_lose_a_step(uninterrupted, tmp_path, text):
+    """While starting, training, evaluating and saving, several at once."""
+    folder = tmp_path / "run"
+    starts = 0
+    chance = random.Random(7)
+    code = STOPPED
+    while code == STOPPED:
+        starts += 1
+        with started(train(2, text), cwd=tmp_path) as job:
+            victims = wait_for(lambda: ranks_of(job))
+            target = len(metrics(folder)) + chance.randint(1, 6)
+            wait_for(partial(reached, job, folder, target))
+            for _ in range(chance.randint(1, 3)):
+                if job.poll() is None:
+                    os.kill(chance.choice(victims), signal.SIGUSR1)
+            _, err = job.communicate(timeout=30)
+            code = job.returncode
+    assert code == 0, err
+    assert starts > 2
+    assert losses(folder) == losses(uninterrupted)
+    assert evaluations(folder) == evaluations(uninterrupted)

@@ -1,0 +1,1 @@
+"""The `tparmpi` command: one file for each of its commands."""

@@ -1,0 +1,22 @@
+"""An argument parser whose help and errors appear once on any number of ranks."""
+
+from __future__ import annotations
+
+import argparse
+from typing import IO, NoReturn
+
+from tparmpi.errors import UsageError
+
+
+class Parser(argparse.ArgumentParser):
+    """Raises `UsageError` instead of leaving the process, and prints on rank 0 only."""
+
+    prints = True
+
+    def error(self, message: str) -> NoReturn:
+        """Refuse the command line."""
+        raise UsageError(f"{message} (see {self.prog} --help)")
+
+    def _print_message(self, message: str, file: IO[str] | None = None) -> None:
+        if self.prints:
+            super()._print_message(message, file)

@@ -1,0 +1,103 @@
+"""Text from a trained model, token by token."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+import tparmpi as tpm
+from tparmpi import backend, comm
+from tparmpi.errors import RunFolderError, UsageError
+from tparmpi.io import checkpoint
+from tparmpi.train.layout import choose_layout
+from tparmpi.train.model import build_model
+from tparmpi.train.ranks import from_rank_zero
+from tparmpi.train.run_folder import RunFolder
+
+_BYTES = 256
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are chosen.
+
+    Raises
+    ------
+    UsageError
+        A negative number of tokens or temperature.
+    """
+
+    max_tokens: int = 200
+    temperature: float = 0.8
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.max_tokens < 0:
+            raise UsageError(
+                f"--max-tokens must be at least 0, it is {self.max_tokens}"
+            )
+        if not 0.0 <= self.temperature < float("inf"):
+            raise UsageError(
+                f"--temperature must be at least 0, it is {self.temperature}"
+            )
+
+    def choose(self, logits: np.ndarray, index: int) -> int:
+        """Token number `index` of the text, from logits (V,) in float64. Local.
+
+        A function of the arguments and the seed only. Temperature 0 takes the first of
+        the likeliest.
+        """
+        if self.temperature == 0.0:
+            return int(np.argmax(logits))
+        scaled = (logits - logits.max()) / self.temperature
+        cumulative = np.cumsum(np.exp(scaled))
+        key = tpm.random.stream_key(self.seed, "generate")
+        (drawn,) = backend.get("cpu").random_uniform(
+            key, (index + 1,), (index,), (1,), np.dtype("float64")
+        )
+        return int(np.searchsorted(cumulative, drawn * cumulative[-1], side="right"))
+
+
+def generate(path: Path, prompt: str, sampling: Sampling) -> Iterator[str]:
+    """Yield the prompt and what the model in run folder `path` adds to it, in pieces.
+
+    Every piece is the same on every rank. The model sees the last `seq_len` tokens.
+    Collective over all ranks, as is each step of the iterator.
+
+    Raises
+    ------
+    RunFolderError
+        There is no run, or it has no checkpoint yet.
+    UsageError
+        An empty prompt.
+    """
+    tokens = list(prompt.encode("utf-8", errors="surrogateescape"))
+    if not tokens:
+        raise UsageError("--prompt is empty: give at least one character to go on from")
+    folder = RunFolder(path)
+    config = from_rank_zero(folder.read_config)
+    newest = checkpoint.latest(folder.checkpoints)
+    if newest is None:
+        raise RunFolderError(f"{path} has no checkpoint yet: train it first")
+    layout = choose_layout(comm.world().size, config.model.n_head, tp=None, dp=None)
+    mesh = tpm.mesh(dp=layout.dp, tp=layout.tp)
+    model = build_model(config, mesh)
+    checkpoint.load(newest, model)
+    model.eval()
+
+    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+    yield decoder.decode(bytes(tokens))
+    for index in range(sampling.max_tokens):
+        window = np.array([tokens[-config.model.seq_len :]], dtype=np.int64)
+        logits = model(tpm.tensor(window, mesh))
+        *_, last = logits.split(sizes=(window.size - 1, 1), dim=1)
+        odds = last.numpy().reshape(-1)[:_BYTES].astype(np.float64)
+        # Replicas of different hosts may round differently; one choice holds for all.
+        token = comm.world().broadcast_object(sampling.choose(odds, index))
+        tokens.append(token)
+        yield decoder.decode(bytes([token]))
+    yield decoder.decode(b"", final=True)

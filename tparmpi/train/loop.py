@@ -1,0 +1,387 @@
+"""The training loop: from a configuration and a run folder to a trained model."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+import numpy as np
+
+import tparmpi as tpm
+from tparmpi import comm
+from tparmpi.errors import RunFolderError, TparmpiError, UsageError
+from tparmpi.io import checkpoint
+from tparmpi.io.text import TextData
+from tparmpi.optim import AdamW, clip_norm, schedules
+from tparmpi.parallel import reduce_gradients
+from tparmpi.train.config import RunConfig
+from tparmpi.train.layout import Layout, Rows, choose_layout, microbatch_rows
+from tparmpi.train.lock import Lock
+from tparmpi.train.metrics import MetricsFile
+from tparmpi.train.model import build_model
+from tparmpi.train.progress import Reporter, reporter
+from tparmpi.train.ranks import Boundary, from_rank_zero
+from tparmpi.train.run_folder import RunFolder
+from tparmpi.train.signals import StopSignals
+
+VALIDATION_TOKENS = 1 << 16
+"""How much of the validation text one evaluation reads, spread over all of it."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended.
+
+    `loss` and `val_loss` are nats per token, None where this start did not compute one.
+    `stopped` says that it ended early, with a checkpoint to go on from.
+    """
+
+    run: str
+    step: int
+    steps: int
+    loss: float | None
+    val_loss: float | None
+    seconds: float
+    stopped: bool
+
+    def as_dict(self) -> dict[str, Any]:
+        """The fields, as JSON holds them. Local."""
+        return asdict(self)
+
+
+def train(
+    config: RunConfig,
+    path: Path,
+    *,
+    stream: TextIO,
+    signals: StopSignals | None = None,
+) -> Outcome:
+    """Train in the run folder `path` until `config.train.steps` steps are done.
+
+    Goes on from the newest checkpoint there. On the same layout the losses are bit for
+    bit those of a run that was never interrupted. Collective over all ranks; every rank
+    gives the same configuration.
+
+    Parameters
+    ----------
+    config, path
+        What to train and where it is kept.
+    stream
+        Where rank 0 shows the progress.
+    signals
+        Where it is noted that the run shall stop early; by default entered here.
+
+    Raises
+    ------
+    UsageError
+        A layout that does not fit the ranks, or a folder with a run of another model.
+    RunFolderError
+        The folder is in use or cannot be written.
+    DataError, CheckpointError
+        The text cannot be read; a checkpoint cannot be read or written.
+    """
+    config = config.resolved()
+    folder = RunFolder(path)
+    world = comm.world()
+    layout = choose_layout(
+        world.size, config.model.n_head, tp=config.parallel.tp, dp=config.parallel.dp
+    )
+    with contextlib.ExitStack() as stack:
+        if signals is None:
+            signals = stack.enter_context(StopSignals())
+        show = reporter(stream) if world.rank == 0 else Reporter()
+        stack.callback(show.close)
+        held = stack.enter_context(_claimed(folder, config, layout, show))
+        training = Training(config, layout, folder, held, signals, show)
+        stack.callback(training.close)
+        return training.run()
+
+
+@contextlib.contextmanager
+def _claimed(
+    folder: RunFolder, config: RunConfig, layout: Layout, show: Reporter
+) -> Iterator[list[Lock]]:
+    """The folder's lock, in a list that is empty on all ranks but rank 0."""
+    held: list[Lock] = []
+    recorded = config.replace({"parallel.tp": layout.tp, "parallel.dp": layout.dp})
+    from_rank_zero(lambda: held.append(folder.claim(recorded, show.say)))
+    try:
+        yield held
+    finally:
+        for lock in held:
+            lock.release()
+
+
+class Training:
+    """A run between its first and its last step. Every method is collective."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        layout: Layout,
+        folder: RunFolder,
+        held: list[Lock],
+        signals: StopSignals,
+        show: Reporter,
+    ) -> None:
+        self._config = config
+        self._layout = layout
+        self._folder = folder
+        self._held = held
+        self._show = show
+        self._boundary = Boundary(signals)
+        self._is_printer = comm.world().rank == 0
+        self._began = time.monotonic()
+        self._loss: float | None = None
+        self._val_loss: float | None = None
+        self._metrics: MetricsFile | None = None
+
+        self._mesh = tpm.mesh(dp=layout.dp, tp=layout.tp).autodiff()
+        self._model = build_model(config, self._mesh)
+        self._data = _open_data(config)
+        self._model.initialize(config.train.seed)
+        self._parameters = list(self._model.parameters())
+        self._optimizer = AdamW(
+            self._model.named_parameters(),
+            lr=config.train.lr,
+            betas=(0.9, 0.95),
+            eps=1e-8,
+            weight_decay=config.train.weight_decay,
+        )
+        self._step = self._saved = self._resume()
+        self._evaluated = self._open_metrics()
+
+    def run(self) -> Outcome:
+        """Do the steps that are left."""
+        config = self._config.train
+        self._introduce()
+        if self._is_due(config.eval_every):
+            self._evaluate()
+        while self._step < config.steps and not self._boundary.stop:
+            self._advance()
+            if self._is_due(config.eval_every) and not self._boundary.stop:
+                self._evaluate()
+            if self._is_due(self._config.checkpoint.every) or self._boundary.stop:
+                self._save()
+        return self._conclude()
+
+    def close(self) -> None:
+        """Close the metrics."""
+        if self._metrics is not None:
+            self._metrics.close()
+
+    def _is_due(self, every: int) -> bool:
+        last = self._step >= self._config.train.steps
+        return last or (every > 0 and self._step > 0 and self._step % every == 0)
+
+    def _advance(self) -> None:
+        """One optimizer step."""
+        config = self._config.train
+        began = time.perf_counter()
+        loss_sum = self._backward()
+        lr = self._learning_rate()
+        reduce_gradients(self._parameters)
+        norm, scale = clip_norm(self._parameters, config.grad_clip or math.inf)
+        self._optimizer.step(lr=lr, scale=scale)
+        self._model.zero_grad()
+        tokens = config.batch_size * self._config.model.seq_len
+        loss = self._boundary.meet(loss_sum)[0] / tokens
+        seconds = time.perf_counter() - began
+        self._step += 1
+        if not math.isfinite(loss):
+            raise TparmpiError(
+                f"the loss of step {self._step} is {loss}: the numbers have run away; "
+                "begin another run (--run) with a smaller train.lr or a longer "
+                "train.warmup"
+            )
+        self._loss = loss
+        self._record(
+            loss=loss,
+            lr=lr,
+            grad_norm=norm,
+            tokens_per_s=tokens / seconds,
+            step_s=seconds,
+        )
+        self._show.step(self._step, loss=loss, lr=lr, tokens=tokens, step_s=seconds)
+
+    def _backward(self) -> float:
+        """Gradients of the mean loss; returns this rank's part of the sum of losses."""
+        config = self._config
+        self._model.train()
+        batch = config.train.batch_size
+        weight = batch * config.model.seq_len
+        loss_sum = 0.0
+        for rows in microbatch_rows(
+            batch,
+            dp=self._layout.dp,
+            coordinate=self._mesh.coordinates[0],
+            microbatches=config.parallel.microbatches,
+        ):
+            samples = self._data.batch(
+                config.train.seed, self._step * batch + rows.first, rows.count
+            )
+            with tpm.random.scope(config.train.seed, self._step, rows=rows.first):
+                losses = self._losses(samples, rows)
+            # The seed of the backward pass is one over the weight of the whole global
+            # batch, so that microbatches add up to the gradient of its mean.
+            losses.scale(factor=1.0 / weight).backward()
+            loss_sum += self._own_part(losses)
+        return loss_sum
+
+    def _losses(self, samples: np.ndarray, rows: Rows) -> tpm.Tensor:
+        """Sum of the losses of all ranks' samples, (rows.count, seq_len + 1) on each."""
+        samples = samples.astype(np.int64)
+        shape = (rows.total, self._config.model.seq_len)
+        tokens, targets = (
+            tpm.from_local(part, self._mesh, shape=shape, dp=tpm.Shard(0))
+            for part in (samples[:, :-1], samples[:, 1:])
+        )
+        return tpm.cross_entropy(self._model(tokens), targets).sum()
+
+    def _own_part(self, losses: tpm.Tensor) -> float:
+        """What this rank adds to a sum over all ranks: one `tp` rank speaks for all."""
+        return float(losses.local) if self._mesh.coordinates[1] == 0 else 0.0
+
+    def _learning_rate(self) -> float:
+        config = self._config.train
+        schedule = {
+            "cosine": schedules.warmup_cosine,
+            "constant": schedules.warmup_constant,
+        }[config.lr_schedule]
+        return schedule(
+            self._step, lr=config.lr, warmup=config.warmup, steps=config.steps
+        )
+
+    def _evaluate(self) -> None:
+        """Validate, unless it was done for this step; given up when asked to stop."""
+        if self._evaluated >= self._step:
+            return
+        config = self._config
+        batch = config.train.batch_size
+        limit = math.ceil(VALIDATION_TOKENS / (batch * config.model.seq_len))
+        self._model.eval()
+        loss_sum, tokens = 0.0, 0
+        for samples in self._data.validation_batches(batch, limit):
+            (rows,) = microbatch_rows(
+                len(samples),
+                dp=self._layout.dp,
+                coordinate=self._mesh.coordinates[0],
+                microbatches=1,
+            )
+            with tpm.no_grad():
+                losses = self._losses(
+                    samples[rows.first : rows.first + rows.count], rows
+                )
+            loss_sum += self._boundary.meet(self._own_part(losses))[0]
+            tokens += len(samples) * config.model.seq_len
+            if self._boundary.stop:
+                return
+        self._evaluated = self._step
+        self._val_loss = loss_sum / tokens
+        self._record(val_loss=self._val_loss, val_tokens=tokens)
+        self._show.say(f"step {self._step}: validation loss {self._val_loss:.4f}")
+
+    def _record(self, **values: Any) -> None:
+        metrics = self._metrics
+        if metrics is not None:
+            self._boundary.attempt(lambda: metrics.write(self._step, **values))
+
+    def _save(self) -> None:
+        """Save a checkpoint of this step, unless there is one."""
+        if self._saved == self._step:
+            return
+        self._boundary.meet()
+        from_rank_zero(self._before_save)
+        config = self._config
+        checkpoint.save(
+            checkpoint.step_path(self._folder.checkpoints, self._step),
+            self._model,
+            self._optimizer,
+            step=self._step,
+            seed=config.train.seed,
+            position=self._step * config.train.batch_size,
+            extra={"text": self._data.digest},
+        )
+        self._saved = self._step
+        if config.checkpoint.keep:
+            checkpoint.prune(self._folder.checkpoints, config.checkpoint.keep)
+        self._show.say(f"step {self._step}: saved {self._folder.path}")
+
+    def _before_save(self) -> None:
+        if not all(lock.is_held() for lock in self._held):
+            raise RunFolderError(
+                f"another job has taken {self._folder.path} over, since this one was "
+                "not heard of for long: nothing more is saved by this one"
+            )
+        if self._metrics is not None:
+            self._metrics.sync()
+
+    def _resume(self) -> int:
+        """Load the newest checkpoint, if there is one; returns its step."""
+        newest = checkpoint.latest(self._folder.checkpoints)
+        if newest is None:
+            return 0
+        report = checkpoint.load(newest, self._model, self._optimizer)
+        recorded = report.extra.get("text")
+        if recorded != self._data.digest:
+            raise UsageError(
+                f"the text of data.train ({self._config.data.train}) or its validation "
+                f"part is not what the run in {self._folder.path} began with: give the "
+                "same text to resume it, or another folder with --run"
+            )
+        return report.step
+
+    def _open_metrics(self) -> int:
+        """Open the metrics on rank 0; returns the step that was evaluated last."""
+
+        def open_them() -> int:
+            self._metrics = MetricsFile(self._folder.metrics, self._step)
+            return self._metrics.last_evaluation
+
+        return from_rank_zero(open_them)
+
+    def _introduce(self) -> None:
+        config = self._config
+        ranks = comm.world().size
+        size = sum(parameter.size for parameter in self._parameters)
+        self._show.say(
+            f"{config.model.kind} with {size:,} parameters on {ranks} "
+            f"{'rank' if ranks == 1 else 'ranks'} ({self._mesh.kind}, {self._layout}), "
+            f"text {config.data.train}, run folder {self._folder.path}"
+        )
+        if self._step:
+            self._show.say(f"resuming after step {self._step}")
+        self._show.start(self._step, config.train.steps)
+
+    def _conclude(self) -> Outcome:
+        steps = self._config.train.steps
+        done = self._step >= steps and self._evaluated >= self._step
+        self._boundary.meet()
+        seconds = time.monotonic() - self._began
+        if done:
+            self._show.say(f"done: {self._step} steps in {self._folder.path}")
+        else:
+            self._show.say(
+                f"stopped after step {self._step} of {steps}, saved in "
+                f"{self._folder.path}: the same command resumes"
+            )
+        return Outcome(
+            run=str(self._folder.path),
+            step=self._step,
+            steps=steps,
+            loss=self._loss,
+            val_loss=self._val_loss,
+            seconds=seconds,
+            stopped=not done,
+        )
+
+
+def _open_data(config: RunConfig) -> TextData:
+    return TextData(
+        config.data.train, config.model.seq_len, validation=config.data.validation
+    )
