@@ -39,16 +39,22 @@ _INT64 = range(-(1 << 63), 1 << 63)
 
 
 class HasState(Protocol):
-    """A model, or an optimizer (which also has ``steps``)."""
+    """A model: named tensors, the same names in the same order on every rank."""
 
     def state_dict(self) -> Mapping[str, Tensor]:
-        """Tensors by name, the same names in the same order on every rank."""
+        """Return the tensors by name."""
+
+
+class HasSteps(HasState, Protocol):
+    """An optimizer: named tensors and a count of steps."""
+
+    steps: int
 
 
 def save(
     path: str | Path,
     model: HasState,
-    optimizer: HasState | None = None,
+    optimizer: HasSteps | None = None,
     *,
     step: int = 0,
     seed: int | None = None,
@@ -112,7 +118,7 @@ def save(
 def load(
     path: str | Path,
     model: HasState,
-    optimizer: HasState | None = None,
+    optimizer: HasSteps | None = None,
     *,
     strict: bool = True,
 ) -> LoadReport:
@@ -158,7 +164,7 @@ def load(
     for name, array in arrays.items():
         named[name].write_local(array)
     if optimizer is not None and index.header.optimizer_steps is not None:
-        optimizer.steps = index.header.optimizer_steps  # type: ignore[attr-defined]
+        optimizer.steps = index.header.optimizer_steps
     return report
 
 
@@ -242,10 +248,10 @@ def _header(
     step: int,
     seed: int | None,
     position: int | None,
-    optimizer: HasState | None,
+    optimizer: HasSteps | None,
     extra: Mapping[str, Any] | None,
 ) -> Header:
-    steps = None if optimizer is None else int(optimizer.steps)  # type: ignore[attr-defined]
+    steps = None if optimizer is None else int(optimizer.steps)
     numbers = {"step": step, "seed": seed, "position": position}
     for name, value in numbers.items():
         if value is not None and value not in _INT64:
@@ -344,7 +350,7 @@ def _write_shards(
 def _fetch(tensor: Tensor, piece: Piece) -> Callable[[], np.ndarray]:
     def fetch() -> np.ndarray:
         spec = tensor.spec
-        own = tensor.local[(*piece.box.slices(spec.local_offset), ...)]
+        own = piece.box.of(tensor.local, spec.local_offset)
         host: np.ndarray = spec.place.backend.to_host(own)
         return host
 

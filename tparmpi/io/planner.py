@@ -42,6 +42,11 @@ class Box:
             for o, n, b in zip(self.offset, self.shape, base, strict=True)
         )
 
+    def of(self, array: Any, origin: Sequence[int] | None = None) -> Any:
+        """View of this box in an array whose first element is at `origin`."""
+        # The ellipsis keeps a view of an array without dims from becoming a scalar.
+        return array[self.slices(origin) + (...,)]  # noqa: RUF005
+
     def intersection(self, other: Box) -> Box | None:
         """The common part, None if there is none."""
         low = tuple(max(a, b) for a, b in zip(self.offset, other.offset, strict=True))

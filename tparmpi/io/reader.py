@@ -125,7 +125,7 @@ class BlockReader:
         for piece in tensor.pieces:
             common = piece.box.intersection(box)
             if common is not None:
-                target = values[(*common.slices(box.offset), ...)]
+                target = common.of(values, box.offset)
                 self._read_piece(tensor, piece, common, target)
         return values
 
@@ -189,7 +189,7 @@ class _DataFile:
             values = data.view(target.dtype).reshape(slab.shape)
             common = slab.intersection(Box(low, part.shape))
             if common is not None:
-                target[common.slices(low)] = values[common.slices(slab.offset)]
+                common.of(target, low)[...] = common.of(values, slab.offset)
 
     def _offset(self, tensor: StoredTensor, piece: StoredPiece) -> int:
         dataset = _walk(self._file, tensor.name)
@@ -237,7 +237,7 @@ class _Blocks:
         known = kept[start - kept_start :] if start >= kept_start else kept[:0]
         data = np.empty(end - start, np.uint8)
         data[: len(known)] = known
-        fresh = memoryview(data)[len(known) :]
+        fresh = data.data[len(known) :]
         read_at(self._descriptor, fresh, self._offset + start + len(known))
         self._verify(name, start + len(known), fresh)
         last = (len(data) - 1) // fmt.BLOCK_BYTES * fmt.BLOCK_BYTES
@@ -246,7 +246,7 @@ class _Blocks:
 
     def read_all(self, name: str, target: np.ndarray) -> None:
         """The whole piece, straight to where it is wanted."""
-        data = memoryview(target.reshape(-1).view(np.uint8))
+        data = target.reshape(-1).view(np.uint8).data
         for first in range(0, self._nbytes, STAGING_BYTES):
             part = data[first : first + STAGING_BYTES]
             read_at(self._descriptor, part, self._offset + first)

@@ -95,7 +95,7 @@ class TextData:
         digest = hashlib.sha256()
         for windows in (self.train, self.validation):
             digest.update(len(windows.tokens).to_bytes(8, "little"))
-            digest.update(windows.tokens)
+            digest.update(windows.tokens.data)
         return digest.hexdigest()
 
     def batch(self, seed: int, sample_first: int, count: int) -> Bytes:

@@ -185,7 +185,7 @@ def _write_shard(descriptor: int, offset: int, shard: Shard) -> Checksums:
             f"'{shard.name}' changed while it was saved: {values.dtype.name} "
             f"{values.shape} instead of {shard.dtype} {shard.shape}"
         )
-    data = memoryview(values.reshape(-1).view(np.uint8))
+    data = values.reshape(-1).view(np.uint8).data
     checksums: list[int] = []
     for first in range(0, len(data), WRITE_BYTES):
         part = data[first : first + WRITE_BYTES]
