@@ -234,7 +234,7 @@ class Training:
         return loss_sum
 
     def _losses(self, samples: np.ndarray, rows: Rows) -> tpm.Tensor:
-        """Sum of the losses of all ranks' samples, (rows.count, seq_len + 1) on each."""
+        """Sum of the losses of all ranks; each has samples (rows.count, seq_len + 1)."""
         samples = samples.astype(np.int64)
         shape = (rows.total, self._config.model.seq_len)
         tokens, targets = (
