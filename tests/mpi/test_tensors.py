@@ -80,7 +80,7 @@ def test_an_axis_of_one_member_communicates_nothing():
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda t: t.with_sharding(Shard(2)), "names no dim"),
+        (lambda t: t.with_sharding(Shard(2)), "names no dim of a tensor of 2 dims"),
         (lambda t: t.with_sharding(Partial()), "only ever the result of an operator"),
         (lambda t: t.with_sharding(tp=Shard(0)), "no axis 'tp'"),
         (lambda t: t.with_sharding((Shard(0), Shard(1))), "2 shardings for 1 axes"),

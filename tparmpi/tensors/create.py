@@ -10,6 +10,7 @@ from tparmpi.backend import MetaArray
 from tparmpi.comm import Place
 from tparmpi.errors import ShapeError
 from tparmpi.sharding import Placement, Shard, replicated
+from tparmpi.tensors.request import requested_layout
 from tparmpi.tensors.spec import spec_of
 from tparmpi.tensors.tensor import Tensor
 
@@ -78,10 +79,7 @@ def from_local(
     base = replicated(len(inner.shape))
     ndim = len(shape) if shape is not None else np.ndim(array)
     dtype = np.dtype(array.dtype)
-    probe = Tensor(spec_of(inner, (0,) * ndim, dtype, base), None, inner)
-    layout = base
-    if sharding is not None or by_axis:
-        layout = probe._target_layout(sharding, by_axis)
+    layout = requested_layout("from_local", inner, ndim, base, sharding, by_axis)
     if shape is None:
         shape = _global_shape(tuple(array.shape), inner, layout)
     spec = spec_of(inner, tuple(shape), dtype, layout)

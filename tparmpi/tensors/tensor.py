@@ -11,18 +11,11 @@ import numpy as np
 from tparmpi.backend import MetaArray
 from tparmpi.comm import Place
 from tparmpi.errors import AutodiffError, ShapeError, ShardingError
-from tparmpi.sharding import (
-    REPLICATE,
-    Layout,
-    Placement,
-    Replicate,
-    Shard,
-    replicated,
-    smallest_chunk,
-)
+from tparmpi.sharding import REPLICATE, Layout, Placement, Shard, replicated
 from tparmpi.tensors import tape
 from tparmpi.tensors.redistribute import follow, route_to
 from tparmpi.tensors.registry import methods, registry
+from tparmpi.tensors.request import refuse_empty, requested_layout
 from tparmpi.tensors.spec import Spec, describe_layout, spec_of
 
 
@@ -279,9 +272,16 @@ class Tensor:
             If an axis or dim does not exist, a member would be left empty, or a pending
             sum is asked for. The tensor is left as it was.
         """
-        layout = self._target_layout(sharding, by_axis)
+        if sharding is None and not by_axis:
+            raise ShardingError(
+                "with_sharding: say how, for example with_sharding(Shard(0)) on a "
+                "group or with_sharding(tp=Shard(0)) on a mesh"
+            )
+        layout = requested_layout(
+            "with_sharding", self.spec.place, self.ndim, self.layout, sharding, by_axis
+        )
         if not allow_empty:
-            self._refuse_empty(layout)
+            refuse_empty(self.spec, layout)
         return self.to_layout(layout, regather=regather)
 
     def to_layout(self, layout: Layout, *, regather: bool = False) -> Tensor:
@@ -306,12 +306,10 @@ class Tensor:
         """Return the whole value as a new NumPy array. Collective over the place."""
         self._refuse_shell("numpy()")
         whole = self.to_layout(replicated(len(self.layout)))
-        if whole._host is not None:
-            return whole._host.copy()
-        host: np.ndarray[Any, Any] = np.array(
-            self.spec.place.backend.to_host(whole.array)
-        )
-        return host
+        host = whole._host
+        if host is None:
+            host = self.spec.place.backend.to_host(whole.array)
+        return np.array(host)
 
     def __array__(
         self, dtype: Any = None, copy: bool | None = None
@@ -410,62 +408,6 @@ class Tensor:
     def __matmul__(self, other: Any) -> Tensor:
         result: Tensor = methods["matmul"](self, other)
         return result
-
-    def _target_layout(
-        self, sharding: Placement | Layout | None, by_axis: dict[str, Placement]
-    ) -> Layout:
-        place = self.spec.place
-        if sharding is None and not by_axis:
-            raise ShardingError(
-                "with_sharding: say how, for example with_sharding(Shard(0)) on a "
-                "group or with_sharding(tp=Shard(0)) on a mesh"
-            )
-        layout = list(self.layout)
-        if sharding is not None:
-            given = sharding if isinstance(sharding, tuple) else (sharding,)
-            if len(given) != len(layout):
-                raise ShardingError(
-                    f"with_sharding: {len(given)} shardings for {len(layout)} axes "
-                    f"({', '.join(place.axes)}); name the axis: "
-                    f"with_sharding({place.axes[-1]}={given[0]!r})"
-                )
-            layout = list(given)
-        for axis, placement in by_axis.items():
-            if axis not in place.axes:
-                raise ShardingError(
-                    f"with_sharding: there is no axis '{axis}'; "
-                    f"the axes are {', '.join(place.axes)}"
-                )
-            layout[place.axes.index(axis)] = placement
-        return tuple(self._checked(placement) for placement in layout)
-
-    def _checked(self, placement: Any) -> Placement:
-        if not isinstance(placement, Placement):
-            raise ShardingError(
-                f"with_sharding: {placement!r} is no sharding; use Replicate() or "
-                "Shard(dim)"
-            )
-        if isinstance(placement, Shard):
-            if not -self.ndim <= placement.dim < self.ndim:
-                raise ShardingError(
-                    f"with_sharding: {placement!r} names no dim of a tensor of shape "
-                    f"{self.shape}"
-                )
-            return Shard(placement.dim % self.ndim)
-        return REPLICATE if isinstance(placement, Replicate) else placement
-
-    def _refuse_empty(self, layout: Layout) -> None:
-        place = self.spec.place
-        for axis, placement in enumerate(layout):
-            if not isinstance(placement, Shard) or placement == self.layout[axis]:
-                continue
-            dim = placement.dim
-            if smallest_chunk(self.shape[dim], dim, layout, place.shape) == 0:
-                raise ShardingError(
-                    f"with_sharding: dim {dim} of size {self.shape[dim]} over "
-                    f"{place.shape[axis]} members of axis '{place.axes[axis]}' would "
-                    "leave a member empty; pass allow_empty=True to permit it"
-                )
 
     def _refuse_shell(self, what: str) -> None:
         if self.is_shell:
