@@ -297,7 +297,7 @@ def _on_rank_zero(work: Callable[[], Result]) -> Result:
     result, problem = everyone.broadcast_object((result, problem))
     if problem is not None:
         raise CheckpointError(problem)
-    return result  # type: ignore[return-value]
+    return result
 
 
 def _described(error: BaseException) -> str:
