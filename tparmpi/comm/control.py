@@ -122,7 +122,7 @@ class Control:
             if seconds is not None and now - start > seconds:
                 return False
             if any(
-                n.failed and now - n.time > ABORT_SECONDS for n in self.ended.values()
+                (n.failed or n.code) and now - n.time > ABORT_SECONDS for n in self.ended.values()
             ):
                 return False
             time.sleep(pause)
@@ -148,7 +148,7 @@ class Control:
         Raises
         ------
         CommunicationError
-            If one of the `awaited` ranks has left, or has failed and not ended the job.
+            If one of the `awaited` ranks has left, or should long have ended the job.
         """
         self.poll()
         now = time.monotonic()
@@ -156,8 +156,9 @@ class Control:
             notice = self.ended.get(rank)
             if notice is None:
                 continue
-            limit = ABORT_SECONDS if notice.failed else GRACE_SECONDS
-            if now - notice.time > limit:
+            # A rank that ends with an error ends the job, and its text is the one to read.
+            ends_job = notice.failed or notice.code != 0
+            if now - notice.time > (ABORT_SECONDS if ends_job else GRACE_SECONDS):
                 how = "has failed" if notice.failed else "has left the program"
                 raise CommunicationError(
                     f"{doing}: rank {rank} {how} and will not take part; all members "

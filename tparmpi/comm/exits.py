@@ -1,11 +1,14 @@
-"""Learning the code that ``sys.exit`` ends this process with.
+"""Learning the code that this process ends with, before MPI does.
 
 The interpreter tells nobody. But it drops an uncaught SystemExit when no frame is left,
-while one that was caught is dropped by a frame.
+while one that was caught is dropped by a frame: this finds those of ``sys.exit``. And
+at the end of a script it flushes stderr while the exception that ended it still exists:
+this finds those of a plain ``raise SystemExit``.
 """
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
 import weakref
@@ -27,8 +30,22 @@ _Exit.__module__ = "builtins"
 
 
 def watch() -> None:
-    """Replace ``sys.exit`` by one that is watched, once. Local."""
+    """Watch ``sys.exit`` and the end of the script; once is enough. Local."""
     sys.exit = _exit
+    flush = getattr(sys.stderr, "flush", None)
+    if flush is None:
+        return
+
+    def flush_and_look() -> None:
+        flush()
+        if sys._getframe().f_back is None:
+            _look_for_uncaught()
+
+    try:
+        sys.stderr.flush = flush_and_look  # type: ignore[method-assign]
+    except AttributeError:
+        # A stream of another make; peers then learn only that this rank left.
+        return
 
 
 def note(code: int) -> None:
@@ -70,6 +87,13 @@ def _watched(status: Any) -> _Exit:
 
         _last = weakref.ref(error, dropped)
     return error
+
+
+def _look_for_uncaught() -> None:
+    """Find the SystemExit that no frame refers to any more."""
+    for found in gc.get_objects():
+        if isinstance(found, SystemExit) and _ended_program(found):
+            note(code_of(found))
 
 
 def _ended_program(error: BaseException) -> bool:
