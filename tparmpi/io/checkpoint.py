@@ -101,16 +101,17 @@ def save(
     _refuse_disagreement("save", [theirs for theirs, _ in told])
     header = replace(header, save_id=told[0][1])
     plan = make_plan(description.values())
+    saving = f"save the checkpoint {path}"
     temp = publish.temporary(path, header.save_id)
-    _on_rank_zero(lambda: _prepare(path, temp))
+    _on_rank_zero(saving, lambda: _prepare(path, temp))
     try:
-        checksums = _write_shards(temp, header.save_id, named, plan)
+        checksums = _write_shards(saving, temp, header.save_id, named, plan)
         _on_rank_zero(
-            lambda: _publish(temp, path, header, description, plan, checksums)
+            saving, lambda: _publish(temp, path, header, description, plan, checksums)
         )
     except CheckpointError:
         # What cannot be removed now, the next save removes.
-        _on_rank_zero(lambda: shutil.rmtree(temp, ignore_errors=True))
+        _on_rank_zero(saving, lambda: shutil.rmtree(temp, ignore_errors=True))
         raise
     return path
 
@@ -156,7 +157,7 @@ def load(
         for name, tensor in named.items()
     }
     _refuse_disagreement("load", everyone.all_gather_object(_digest(wanted)))
-    index = _on_rank_zero(lambda: read_index(path))
+    index = _on_rank_zero(f"load {path}", lambda: read_index(path))
     report = compare(path, index, wanted, optimizer is not None)
     if strict:
         refuse_mismatch(report, index, wanted)
@@ -182,7 +183,9 @@ def checkpoints(folder: str | Path) -> list[Path]:
 
     One that an interrupted save of the same step has moved aside is among them.
     """
-    found = _on_rank_zero(lambda: publish.published(Path(folder)))
+    found = _on_rank_zero(
+        f"list the checkpoints in {folder}", lambda: publish.published(Path(folder))
+    )
     return [path for _, path in found]
 
 
@@ -216,7 +219,7 @@ def prune(folder: str | Path, keep: int) -> list[Path]:
             publish.withdraw(path)
         return old
 
-    return _on_rank_zero(remove)
+    return _on_rank_zero(f"remove old checkpoints from {folder}", remove)
 
 
 def step_path(folder: str | Path, step: int) -> Path:
@@ -284,29 +287,27 @@ def _refuse_disagreement(what: str, digests: list[str]) -> None:
         )
 
 
-def _on_rank_zero(work: Callable[[], Result]) -> Result:
+def _on_rank_zero(what: str, work: Callable[[], Result]) -> Result:
     """Do work on rank 0; give its result to all ranks, or raise its error on all."""
     everyone = world()
     result: Result | None = None
     problem: str | None = None
+    cause: Exception | None = None
     if everyone.rank == 0:
         try:
             result = work()
         except (CheckpointError, *HDF5_ERRORS) as error:
-            problem = _described(error)
+            problem, cause = _sentence(what, error), error
     result, problem = everyone.broadcast_object((result, problem))
     if problem is not None:
-        raise CheckpointError(problem)
+        raise CheckpointError(problem) from cause
     return result
 
 
-def _described(error: BaseException) -> str:
+def _sentence(what: str, error: BaseException) -> str:
     if isinstance(error, CheckpointError):
         return str(error)
-    if isinstance(error, OSError) and error.strerror:
-        where = f"{error.filename}: " if error.filename else ""
-        return f"the checkpoint cannot be written or read: {where}{error.strerror}"
-    return f"the checkpoint cannot be written or read: {error}"
+    return f"cannot {what}: {fmt.reason(error)}"
 
 
 def _prepare(path: Path, temp: Path) -> None:
@@ -318,6 +319,7 @@ def _prepare(path: Path, temp: Path) -> None:
 
 
 def _write_shards(
+    what: str,
     temp: Path,
     save_id: str,
     named: Mapping[str, Tensor],
@@ -338,7 +340,7 @@ def _write_shards(
             path = temp / fmt.data_name(save_id, everyone.rank)
             own = write_data_file(path, save_id, shards)
     except (CheckpointError, *HDF5_ERRORS) as error:
-        problem = CheckpointError(f"rank {everyone.rank}: {_described(error)}")
+        problem = CheckpointError(f"rank {everyone.rank}: {_sentence(what, error)}")
     agree(problem)
     merged: dict[str, dict[int, np.ndarray]] = {name: {} for name in plan}
     for rank, theirs in enumerate(everyone.all_gather_object(own)):

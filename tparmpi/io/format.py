@@ -173,6 +173,17 @@ def block_checksums(data: memoryview) -> list[int]:
     ]
 
 
+def reason(error: BaseException) -> str:
+    """What went wrong, in one line: HDF5 hides the system's words in a long text."""
+    text = str(error)
+    system = re.search(r"error message = '([^']*)'", text)
+    if system:
+        return system[1]
+    if isinstance(error, OSError) and error.strerror:
+        text = error.strerror
+    return text.partition("\n")[0]
+
+
 def sync(path: str | os.PathLike[str]) -> None:
     """Force a file's or folder's content to the disk."""
     descriptor = os.open(path, os.O_RDONLY)

@@ -82,7 +82,7 @@ def read_index(folder: Path) -> Index:
             for name, dataset in _datasets(file):
                 tensors[name] = _read_tensor(name, dataset, header.save_id)
     except HDF5_ERRORS as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
+        raise CheckpointError(f"{path} cannot be read: {fmt.reason(error)}") from error
     except _Refused as refused:
         raise CheckpointError(f"{path} is refused: {refused}") from refused
     return Index(header, tensors)
@@ -144,7 +144,9 @@ class BlockReader:
                 f"{path} is missing; '{tensor.name}' cannot be read without it"
             ) from error
         except HDF5_ERRORS as error:
-            raise CheckpointError(f"{path} cannot be read: {error}") from error
+            raise CheckpointError(
+                f"{path} cannot be read: {fmt.reason(error)}"
+            ) from error
         except _Refused as refused:
             raise CheckpointError(f"{path} is refused: {refused}") from refused
 
