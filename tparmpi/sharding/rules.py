@@ -123,9 +123,16 @@ def bind(
     known = dict(sizes or {})
     kinds: dict[str, str] = {}
     operands: list[tuple[Dim, ...]] = []
-    for position, ((operand, _), shape) in enumerate(zip(written, shapes, strict=True)):
-        dims = _expand(operand, len(shape), name, position, text)
-        operands.append(_bind_dims(dims, shape, known, name, position))
+    expanded = [
+        _expand(operand, len(shape), name, position, text)
+        for position, ((operand, _), shape) in enumerate(
+            zip(written, shapes, strict=True)
+        )
+    ]
+    stretched = _stretched_factors(expanded, shapes)
+    for position, (dims, shape) in enumerate(zip(expanded, shapes, strict=True)):
+        operands.append(_bind_dims(dims, shape, known, stretched, name, position))
+    for operand, _ in written:
         kinds.update((f, kind) for _, factors, kind in operand for f in factors)
     ellipsis = max(
         _ellipsis_length(operand, shape)
@@ -226,16 +233,29 @@ def _expand_output(operand: tuple[_Item, ...], ellipsis: int) -> tuple[Dim, ...]
     return tuple(dims)
 
 
+def _stretched_factors(
+    expanded: list[list[tuple[str, Dim]]], shapes: Sequence[tuple[int, ...]]
+) -> set[str]:
+    """Factors of broadcast dims that some operand has in another size than 1."""
+    return {
+        factors[0]
+        for dims, shape in zip(expanded, shapes, strict=True)
+        for (kind, factors), size in zip(dims, shape, strict=True)
+        if kind == "broadcast" and size != 1
+    }
+
+
 def _bind_dims(
     dims: list[tuple[str, Dim]],
     shape: tuple[int, ...],
     known: dict[str, int],
+    stretched: set[str],
     name: str,
     position: int,
 ) -> tuple[Dim, ...]:
     bound: list[Dim] = []
     for number, ((kind, factors), size) in enumerate(zip(dims, shape, strict=True)):
-        if kind == "broadcast" and size == 1:
+        if kind == "broadcast" and size == 1 and factors[0] in stretched:
             bound.append(())
             continue
         unknown = [f for f in factors if f not in known]
