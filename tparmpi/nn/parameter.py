@@ -12,6 +12,7 @@ from tparmpi.errors import ShardingError, UsageError
 from tparmpi.nn.init import DEFAULT, Initializer
 from tparmpi.sharding import Layout, Partial, Placement, replicated
 from tparmpi.tensors import Tensor, spec_of
+from tparmpi.tensors.request import requested_layout
 
 KINDS = ("weight", "bias", "norm", "embedding")
 """What a parameter can be; optimizers decay weights and embeddings only."""
@@ -72,18 +73,17 @@ class Parameter(Tensor):
             )
         inner = place.inner()
         dtype = np.dtype(inner.settings.float if dtype is None else dtype)
-        whole = replicated(len(inner.shape))
-        super().__init__(
-            spec_of(inner, tuple(shape), dtype, whole), None, place, cell=[0]
-        )
+        shape = tuple(shape)
+        layout = replicated(len(inner.shape))
         if sharding is not None or by_axis:
-            layout = self._target_layout(sharding, by_axis)
-            if any(isinstance(placement, Partial) for placement in layout):
-                raise ShardingError(
-                    "Parameter: a parameter cannot be Partial; use Replicate() or "
-                    "Shard(dim)"
-                )
-            self.spec = self.spec.with_layout(layout)
+            layout = requested_layout(
+                "Parameter", inner, len(shape), layout, sharding, by_axis
+            )
+        if any(isinstance(placement, Partial) for placement in layout):
+            raise ShardingError(
+                "Parameter: a parameter cannot be Partial; use Replicate() or Shard(dim)"
+            )
+        super().__init__(spec_of(inner, shape, dtype, layout), None, place, cell=[0])
         self.initializer = initializer
         self.kind = kind
         self.name = ""
