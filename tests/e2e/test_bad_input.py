@@ -36,12 +36,13 @@ def sentence(finished) -> str:
         (["--set=model.n_head=5"], USAGE, ["24", "5"]),
         (["--data=no_such_file.txt"], FAILED, ["no_such_file.txt"]),
         (["--data=short.txt"], FAILED, ["short.txt"]),
-        (["--data=."], FAILED, ["one sample"]),
+        (["--data=empty"], FAILED, ["empty"]),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else None,
 )
 def test_refused_once_on_two_ranks(tmp_path, options, code, words):
     (tmp_path / "short.txt").write_text("too short")
+    (tmp_path / "empty").mkdir()
     refused = run(
         tparmpi(2, "train", *SMALL, "--run=run", *options), cwd=tmp_path, limit=30
     )
@@ -49,7 +50,7 @@ def test_refused_once_on_two_ranks(tmp_path, options, code, words):
     text = sentence(refused)
     for word in words:
         assert word in text
-    assert not (tmp_path / "run" / "lock").exists()
+    assert not (tmp_path / "run").exists()
 
 
 def test_an_unknown_command_is_refused_once(tmp_path):

@@ -160,9 +160,25 @@ def test_a_claim_records_the_configuration(tmp_path, notes):
     assert folder.read_config().train.steps == 7
 
 
-def test_a_run_of_another_model_is_refused_and_left(tmp_path, notes):
+def begin(folder, notes):
+    """Leave a run of the default model with something to resume."""
+    folder.claim(RunConfig(), notes.append).release()
+    checkpoint = folder.checkpoints / "step-00000001"
+    checkpoint.mkdir()
+    (checkpoint / "index.h5").touch()
+
+
+def test_nothing_to_resume_may_be_replaced(tmp_path, notes):
     folder = RunFolder(tmp_path)
     folder.claim(RunConfig(), notes.append).release()
+    other = RunConfig().replace({"model.n_head": 4}).resolved()
+    folder.claim(other, notes.append).release()
+    assert folder.read_config() == other
+
+
+def test_a_run_of_another_model_is_refused_and_left(tmp_path, notes):
+    folder = RunFolder(tmp_path)
+    begin(folder, notes)
     before = folder.config.read_text()
     with pytest.raises(UsageError, match=r"model\.d_model is 64 .* 128"):
         folder.claim(RunConfig().replace({"model.d_model": 64}), notes.append)
@@ -182,7 +198,7 @@ def test_a_folder_in_use_is_not_changed(tmp_path, notes):
 
 def test_a_damaged_configuration_is_an_error(tmp_path, notes):
     folder = RunFolder(tmp_path)
-    folder.claim(RunConfig(), notes.append).release()
+    begin(folder, notes)
     folder.config.write_text("[model")
     with pytest.raises(RunFolderError, match=r"config\.toml"):
         folder.claim(RunConfig(), notes.append)

@@ -86,7 +86,6 @@ def train(
         The text cannot be read; a checkpoint cannot be read or written.
     """
     config = config.resolved()
-    folder = RunFolder(path)
     world = comm.world()
     layout = choose_layout(
         world.size, config.model.n_head, tp=config.parallel.tp, dp=config.parallel.dp
@@ -96,9 +95,11 @@ def train(
             signals = stack.enter_context(StopSignals())
         show = reporter(stream) if world.rank == 0 else Reporter()
         stack.callback(show.close)
-        held = stack.enter_context(_claimed(folder, config, layout, show))
-        training = Training(config, layout, folder, held, signals, show)
+        # What may be refused is made before the folder is touched.
+        training = Training(config, layout, signals, show)
+        held = stack.enter_context(_claimed(RunFolder(path), config, layout, show))
         stack.callback(training.close)
+        training.open(RunFolder(path), held)
         return training.run()
 
 
@@ -109,7 +110,11 @@ def _claimed(
     """The folder's lock, in a list that is empty on all ranks but rank 0."""
     held: list[Lock] = []
     recorded = config.replace({"parallel.tp": layout.tp, "parallel.dp": layout.dp})
-    from_rank_zero(lambda: held.append(folder.claim(recorded, show.say)))
+
+    def claim() -> None:
+        held.append(folder.claim(recorded, show.say))
+
+    from_rank_zero(claim)
     try:
         yield held
     finally:
@@ -121,40 +126,47 @@ class Training:
     """A run between its first and its last step. Every method is collective."""
 
     def __init__(
-        self,
-        config: RunConfig,
-        layout: Layout,
-        folder: RunFolder,
-        held: list[Lock],
-        signals: StopSignals,
-        show: Reporter,
+        self, config: RunConfig, layout: Layout, signals: StopSignals, show: Reporter
     ) -> None:
         self._config = config
         self._layout = layout
-        self._folder = folder
-        self._held = held
         self._show = show
         self._boundary = Boundary(signals)
-        self._is_printer = comm.world().rank == 0
         self._began = time.monotonic()
+        self._step = self._saved = 0
+        self._evaluated = -1
         self._loss: float | None = None
         self._val_loss: float | None = None
         self._metrics: MetricsFile | None = None
 
         self._mesh = tpm.mesh(dp=layout.dp, tp=layout.tp).autodiff()
         self._model = build_model(config, self._mesh)
-        self._data = _open_data(config)
-        self._model.initialize(config.train.seed)
         self._parameters = list(self._model.parameters())
         self._optimizer = AdamW(
             self._model.named_parameters(),
-            lr=config.train.lr,
-            betas=(0.9, 0.95),
-            eps=1e-8,
+            config.train.lr,
             weight_decay=config.train.weight_decay,
         )
-        self._step = self._saved = self._resume()
-        self._evaluated = self._open_metrics()
+        self._data = TextData(
+            config.data.train, config.model.seq_len, config.data.validation
+        )
+
+    def open(self, folder: RunFolder, held: list[Lock]) -> None:
+        """Begin in `folder`, or go on from its newest checkpoint.
+
+        Parameters
+        ----------
+        held
+            The folder's lock on rank 0, nothing on the others.
+        """
+        self._folder = folder
+        self._held = held
+        newest = checkpoint.latest(folder.checkpoints)
+        if newest is None:
+            self._model.initialize(self._config.train.seed)
+        else:
+            self._resume(newest)
+        self._evaluated = from_rank_zero(self._open_metrics)
 
     def run(self) -> Outcome:
         """Do the steps that are left."""
@@ -234,7 +246,7 @@ class Training:
         return loss_sum
 
     def _losses(self, samples: np.ndarray, rows: Rows) -> tpm.Tensor:
-        """Sum of the losses of all ranks; each has samples (rows.count, seq_len + 1)."""
+        """Sum of the losses of all ranks, whose samples are (rows.count, seq_len + 1)."""
         samples = samples.astype(np.int64)
         shape = (rows.total, self._config.model.seq_len)
         tokens, targets = (
@@ -321,29 +333,20 @@ class Training:
         if self._metrics is not None:
             self._metrics.sync()
 
-    def _resume(self) -> int:
-        """Load the newest checkpoint, if there is one; returns its step."""
-        newest = checkpoint.latest(self._folder.checkpoints)
-        if newest is None:
-            return 0
+    def _resume(self, newest: Path) -> None:
         report = checkpoint.load(newest, self._model, self._optimizer)
-        recorded = report.extra.get("text")
-        if recorded != self._data.digest:
+        if report.extra.get("text") != self._data.digest:
             raise UsageError(
                 f"the text of data.train ({self._config.data.train}) or its validation "
                 f"part is not what the run in {self._folder.path} began with: give the "
                 "same text to resume it, or another folder with --run"
             )
-        return report.step
+        self._step = self._saved = report.step
 
     def _open_metrics(self) -> int:
-        """Open the metrics on rank 0; returns the step that was evaluated last."""
-
-        def open_them() -> int:
-            self._metrics = MetricsFile(self._folder.metrics, self._step)
-            return self._metrics.last_evaluation
-
-        return from_rank_zero(open_them)
+        """For rank 0; the last step that was evaluated."""
+        self._metrics = MetricsFile(self._folder.metrics, self._step)
+        return self._metrics.last_evaluation
 
     def _introduce(self) -> None:
         config = self._config
@@ -379,9 +382,3 @@ class Training:
             seconds=seconds,
             stopped=not done,
         )
-
-
-def _open_data(config: RunConfig) -> TextData:
-    return TextData(
-        config.data.train, config.model.seq_len, validation=config.data.validation
-    )

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tparmpi.errors import RunFolderError, UsageError
+from tparmpi.io import publish
 from tparmpi.train import sources
 from tparmpi.train.config import RunConfig, check_resumable
 from tparmpi.train.lock import Lock
@@ -42,9 +43,9 @@ class RunFolder:
     def claim(self, config: RunConfig, note: Callable[[str], None]) -> Lock:
         """Take the folder for a run with `config`, making it where it is new. Local.
 
-        For one rank only; the others are told. The recorded configuration is compared
-        with `config` and then replaced by it. `note` is given one sentence about a lock
-        that was taken over.
+        For one rank only; the others are told. Where there is a checkpoint to go on
+        from, the recorded configuration is compared with `config`; then it is replaced.
+        `note` is given one sentence about a lock that was taken over.
 
         Raises
         ------
@@ -62,7 +63,7 @@ class RunFolder:
             ) from error
         lock = Lock.take(self.lock, note)
         try:
-            if self.config.exists():
+            if publish.published(self.checkpoints):
                 check_resumable(config, self.read_config(), str(self.path))
             _replace(self.config, sources.to_toml(config))
         except BaseException:
