@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 Array = Any
 Fold = Callable[[Sequence[Array], Array], None]
 
-# Up to this many bytes an array is summed by sending it whole to every member: one
-# exchange instead of two.
-WHOLE_BYTES = 16 * 1024
-# Larger sums go in pieces of this many bytes, so that adding one overlaps with moving
-# the next and both stay in the cache.
+# As long as a member has to send no more bytes than this, an array is summed by sending
+# it whole to every member: one exchange instead of two.
+WHOLE_BYTES = 256 * 1024
+# Larger sums go in pieces, of this many bytes from all members together, so that adding
+# one overlaps with moving the next and both stay in the cache.
 PIECE_BYTES = 1024 * 1024
 # Pieces under way at a time, each way.
 _DEPTH = 2
@@ -91,13 +91,20 @@ def exchange(link: Link, outgoing: Sequence[Array], incoming: Sequence[Array]) -
 
 def reduce_whole(link: Link, flat: Array, fold: Fold) -> Array:
     """Return the members' arrays folded in member order, each sent whole to all."""
-    received = link.transport.empty((link.size, flat.size), flat.dtype)
+    out = link.transport.empty(flat.shape, flat.dtype)
+    if link.size == 2:
+        both = [out, out]
+        exchange(link, [flat, flat], both)
+        both[link.rank] = flat
+        fold(both, out)
+        return out
+    received = link.transport.borrow((link.size, flat.size), flat.dtype)
     parts = list(received)
     exchange(link, [flat] * link.size, parts)
-    mine = parts[link.rank]
     parts[link.rank] = flat
-    fold(parts, mine)
-    return mine
+    fold(parts, out)
+    link.transport.give_back(received)
+    return out
 
 
 def reduce_blocks(
@@ -118,14 +125,14 @@ def reduce_blocks(
     folded
         Called with (start, stop) when that part of `out` is complete.
     """
-    step = max(1, PIECE_BYTES // out.dtype.itemsize)
+    step = _step(link, out)
     largest = max(block.size for block in blocks)
     starts = range(0, largest, step)
     mine = blocks[link.rank]
     room = min(step, mine.size)
     others = link.others()
     slots = [
-        link.transport.empty((link.size, room), mine.dtype)
+        link.transport.borrow((link.size, room), mine.dtype)
         for _ in range(min(_DEPTH, len(starts)))
     ]
     receives = [link.pending() for _ in starts]
@@ -154,6 +161,13 @@ def reduce_blocks(
         if number + _DEPTH < len(starts):
             start(number + _DEPTH)
         link.wait(sends[number])
+    for slot in slots:
+        link.transport.give_back(slot)
+
+
+def _step(link: Link, flat: Array) -> int:
+    """Elements of one member's piece."""
+    return max(1, PIECE_BYTES // (link.size - 1) // flat.dtype.itemsize)
 
 
 def reduce_everywhere(link: Link, flat: Array, fold: Fold) -> Array:
@@ -166,7 +180,7 @@ def reduce_everywhere(link: Link, flat: Array, fold: Fold) -> Array:
     blocks = [flat[start : start + size] for start, size in bounds]
     results = [out[start : start + size] for start, size in bounds]
     mine = results[link.rank]
-    step = max(1, PIECE_BYTES // flat.dtype.itemsize)
+    step = _step(link, flat)
     others = link.others()
     spreading = link.pending()
     for member in reversed(others):

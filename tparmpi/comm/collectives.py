@@ -60,7 +60,7 @@ class Collectives(Members):
             if link is None:
                 return call.copy(array)
             flat = data.reshape(-1)
-            if flat.nbytes <= algorithms.WHOLE_BYTES:
+            if flat.nbytes * (self.size - 1) <= algorithms.WHOLE_BYTES:
                 out = algorithms.reduce_whole(link, flat, fold)
             else:
                 out = algorithms.reduce_everywhere(link, flat, fold)

@@ -122,7 +122,8 @@ class Control:
             if seconds is not None and now - start > seconds:
                 return False
             if any(
-                (n.failed or n.code) and now - n.time > ABORT_SECONDS for n in self.ended.values()
+                (n.failed or n.code) and now - n.time > ABORT_SECONDS
+                for n in self.ended.values()
             ):
                 return False
             time.sleep(pause)

@@ -51,6 +51,14 @@ class Transport(ABC):
         """Return an uninitialised working array. Local."""
 
     @abstractmethod
+    def borrow(self, shape: Sequence[int], dtype: np.dtype[Any]) -> Array:
+        """Return an uninitialised working array to `give_back`. Local."""
+
+    @abstractmethod
+    def give_back(self, array: Array) -> None:
+        """Take back a borrowed array, of which no message is under way. Local."""
+
+    @abstractmethod
     def pending(self) -> Pending:
         """Return an empty set of messages under way. Local."""
 

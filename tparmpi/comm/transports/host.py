@@ -9,11 +9,14 @@ import numpy as np
 from mpi4py import MPI
 
 from tparmpi.comm.control import Control, Pending
+from tparmpi.comm.scratch import Scratch
 from tparmpi.comm.transports.base import Array, Transport
 
 # One message's largest size in bytes: MPI counts are 32-bit in its older interfaces.
 # Every rank cuts equally, so that the pieces match.
 MESSAGE_BYTES = 2**30
+
+_scratch = Scratch()
 
 # MPI gets at the memory of these kinds directly; others (bfloat16) hide it.
 _PLAIN_KINDS = frozenset("biufc")
@@ -59,6 +62,12 @@ class HostTransport(Transport):
 
     def empty(self, shape: Sequence[int], dtype: np.dtype[Any]) -> Array:
         return np.empty(shape, dtype)
+
+    def borrow(self, shape: Sequence[int], dtype: np.dtype[Any]) -> Array:
+        return _scratch.borrow(shape, dtype)
+
+    def give_back(self, array: Array) -> None:
+        _scratch.give_back(array)
 
     def pending(self) -> Pending:
         return Pending()
