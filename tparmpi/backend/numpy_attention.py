@@ -76,9 +76,7 @@ def _tiles(
 
 def _rows_at_once(queries: int, causal: bool) -> int:
     # Fewer rows skip more of the masked half, more rows make better matmuls.
-    if not causal:
-        return 128
-    return 64 if queries > 64 else 32
+    return min(max(queries // 4, 32), 128) if causal else 128
 
 
 def _spans(length: int, size: int) -> Iterator[slice]:
