@@ -20,22 +20,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: Sequence[str] | None) -> int:
-    parsed = _parser().parse_args(arguments)
+    parsed = parser().parse_args(arguments)
     return COMMANDS[parsed.command].run(parsed)
 
 
-def _parser() -> Parser:
-    parser = Parser(
+def parser() -> Parser:
+    """The parser of the whole command line. Local."""
+    whole = Parser(
         prog="tparmpi",
         description="Train and run models across MPI ranks, split over GPUs or CPUs.",
         epilog="Each command works alone and under mpirun or srun.",
     )
-    parser.add_argument("--version", action="version", version=f"tparmpi {__version__}")
-    commands = parser.add_subparsers(
+    whole.add_argument("--version", action="version", version=f"tparmpi {__version__}")
+    commands = whole.add_subparsers(
         dest="command", metavar="COMMAND", required=True, parser_class=Parser
     )
     for name, command in COMMANDS.items():
         command.add_arguments(
             commands.add_parser(name, help=command.SUMMARY, allow_abbrev=False)
         )
-    return parser
+    return whole

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import argparse
-from typing import IO, NoReturn
+from typing import Any, NoReturn
 
+from tparmpi.comm.launcher import launched
 from tparmpi.errors import UsageError
 
 
 class Parser(argparse.ArgumentParser):
     """Raises `UsageError` instead of leaving the process, and prints on rank 0 only."""
 
-    prints = True
-
     def error(self, message: str) -> NoReturn:
         """Refuse the command line."""
         raise UsageError(f"{message} (see {self.prog} --help)")
 
-    def _print_message(self, message: str, file: IO[str] | None = None) -> None:
-        if self.prints:
+    def _print_message(self, message: str, file: Any = None) -> None:
+        # MPI does not run yet, and help need not wait for it.
+        if launched().rank == 0:
             super()._print_message(message, file)

@@ -6,6 +6,10 @@ import argparse
 import json
 import os
 import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tparmpi.train.config import RunConfig
 
 SUMMARY = "train a model on text; the same command again resumes"
 
@@ -75,7 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
     return os.EX_TEMPFAIL if outcome.stopped else os.EX_OK
 
 
-def _resolve(arguments: argparse.Namespace):
+def _resolve(arguments: argparse.Namespace) -> RunConfig:
     from tparmpi.errors import UsageError
     from tparmpi.train import sources
 

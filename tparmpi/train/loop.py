@@ -246,7 +246,7 @@ class Training:
         return loss_sum
 
     def _losses(self, samples: np.ndarray, rows: Rows) -> tpm.Tensor:
-        """Sum of the losses of all ranks, whose samples are (rows.count, seq_len + 1)."""
+        """Sum of all ranks' losses; this rank's samples are (rows.count, seq_len + 1)."""
         samples = samples.astype(np.int64)
         shape = (rows.total, self._config.model.seq_len)
         tokens, targets = (

@@ -26,7 +26,7 @@ def from_rank_zero(function: Callable[[], Result]) -> Result:
         On every rank, where `function` raised it on rank 0.
     """
     world = comm.world()
-    outcome = None
+    outcome: tuple[bool, Result | TparmpiError] | None = None
     if world.rank == 0:
         try:
             outcome = True, function()

@@ -1,0 +1,94 @@
+"""The command line of `tparmpi`."""
+
+from __future__ import annotations
+
+import re
+import resource
+import subprocess
+import sys
+
+import pytest
+
+from tparmpi.cli import main as cli
+from tparmpi.cli import parser
+from tparmpi.comm.launcher import Launched
+from tparmpi.errors import UsageError
+from tparmpi.train.config import KEYS
+
+HELP_SECONDS = 0.3
+
+
+def tparmpi(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "tparmpi", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def children_seconds() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def test_help_is_quick():
+    # Processor time, the best of several: any may be disturbed.
+    seconds = []
+    for _ in range(5):
+        before = children_seconds()
+        helped = tparmpi("--help")
+        seconds.append(children_seconds() - before)
+        assert helped.returncode == 0
+        assert "train" in helped.stdout
+        assert "generate" in helped.stdout
+    assert min(seconds) < HELP_SECONDS
+
+
+def test_the_help_of_train_lists_every_key():
+    helped = tparmpi("train", "--help")
+    assert helped.returncode == 0
+    for key in KEYS.values():
+        assert re.search(rf"^  {re.escape(key.name)} +\S", helped.stdout, re.MULTILINE)
+    for flag in ("--set", "--run", "--tp", "--dp", "--steps", "--data", "--json"):
+        assert flag in helped.stdout
+
+
+def test_every_command_says_what_it_does():
+    for command in cli.COMMANDS.values():
+        assert command.SUMMARY in tparmpi("--help").stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "COMMAND"),
+        (["trian"], "trian"),
+        (["train", "--stepz=3"], "--stepz"),
+        (["train", "--step=3"], "--step"),
+        (["train", "--steps=three"], "three"),
+        (["generate"], "RUN"),
+        (["generate", "nowhere", "--max-tokens=many"], "many"),
+    ],
+)
+def test_a_wrong_command_line_is_one_sentence_and_code_2(arguments, words):
+    refused = tparmpi(*arguments)
+    assert refused.returncode == 2
+    assert refused.stdout == ""
+    (line,) = refused.stderr.splitlines()
+    assert line.startswith("tparmpi: ")
+    assert words in line
+    assert "--help" in line
+
+
+def test_the_parser_raises_instead_of_leaving():
+    with pytest.raises(UsageError, match="frobnicate"):
+        cli.parser().parse_args(["train", "--frobnicate"])
+
+
+def test_other_ranks_do_not_repeat_the_help(monkeypatch, capsys):
+    monkeypatch.setattr(parser, "launched", lambda: Launched(rank=1, size=2))
+    with pytest.raises(SystemExit) as left:
+        cli.parser().parse_args(["train", "--help"])
+    assert left.value.code == 0
+    assert capsys.readouterr() == ("", "")
