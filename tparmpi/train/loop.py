@@ -246,7 +246,13 @@ class Training:
         return loss_sum
 
     def _losses(self, samples: np.ndarray, rows: Rows) -> tpm.Tensor:
-        """Sum of all ranks' losses; this rank's samples are (rows.count, seq_len + 1)."""
+        """The sum of the losses of all ranks' samples.
+
+        Parameters
+        ----------
+        samples : ndarray of uint8, shape (rows.count, seq_len + 1)
+            This rank's.
+        """
         samples = samples.astype(np.int64)
         shape = (rows.total, self._config.model.seq_len)
         tokens, targets = (
