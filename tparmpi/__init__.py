@@ -3,6 +3,11 @@
 Importing this package starts no MPI and touches no GPU; see `init`.
 """
 
+from __future__ import annotations
+
+from importlib import import_module
+from types import ModuleType
+
 from tparmpi.comm import (
     Device,
     DeviceSettings,
@@ -67,6 +72,16 @@ from tparmpi.tensors import (
 
 __version__ = "0.1.0"
 
+_LAZY = {"checkpoint": "tparmpi.io.checkpoint"}
+
+
+def __getattr__(name: str) -> ModuleType:
+    """Import what brings a large library along only when it is asked for."""
+    if name in _LAZY:
+        return import_module(_LAZY[name])
+    raise AttributeError(f"module 'tparmpi' has no attribute '{name}'")
+
+
 __all__ = [
     "AutodiffError",
     "CheckpointError",
@@ -92,6 +107,7 @@ __all__ = [
     "add",
     "attention",
     "cast",
+    "checkpoint",
     "concat",
     "cross_entropy",
     "device",
