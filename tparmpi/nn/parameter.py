@@ -81,7 +81,8 @@ class Parameter(Tensor):
             )
         if any(isinstance(placement, Partial) for placement in layout):
             raise ShardingError(
-                "Parameter: a parameter cannot be Partial; use Replicate() or Shard(dim)"
+                "Parameter: a parameter cannot be Partial; use Replicate() or "
+                "Shard(dim)"
             )
         super().__init__(spec_of(inner, shape, dtype, layout), None, place, cell=[0])
         self.initializer = initializer
