@@ -99,6 +99,14 @@ def test_an_axis_of_one_member_communicates_nothing():
         (lambda t: t.reshape((4, 4)), "do not fit the shape"),
         (lambda t: t.dropout(1.0), "below 1"),
         (lambda t: t.split((1, 1), 1), "do not add up"),
+        (
+            lambda t: tpm.embedding(t, tpm.tensor(np.array([0, 3]), t.device)),
+            "id 3 is outside the vocabulary of 3",
+        ),
+        (
+            lambda t: tpm.cross_entropy(t, tpm.tensor(np.array([0, -1, 2]), t.device)),
+            "id -1 is outside the vocabulary of 5",
+        ),
         (lambda t: tpm.einsum("ab,bc->ad", t, t), "'d' in the output only"),
         (lambda t: tpm.einsum("aa->a", t), "a letter twice"),
         (lambda t: t.write_local(np.ones(3)), "block has the shape"),

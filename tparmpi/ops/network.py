@@ -5,6 +5,7 @@ from __future__ import annotations
 import string
 from typing import Any
 
+from tparmpi.errors import UsageError
 from tparmpi.ops.reductions import normalize_dims
 from tparmpi.tensors import Plan, Tensor, method, operator
 
@@ -122,6 +123,18 @@ def _(plan: Plan, saved: Any, grad: Any, wanted: tuple[bool, bool, bool]) -> Any
     )
 
 
+def _check_ids(name: str, ids: Any, size: int) -> None:
+    """Refuse what a kernel would silently take for another member's row."""
+    if ids.size == 0:
+        return
+    low, high = int(ids.min()), int(ids.max())
+    if low < 0 or high >= size:
+        raise UsageError(
+            f"{name}: the id {low if low < 0 else high} is outside the vocabulary of "
+            f"{size}; ids go from 0 to {size - 1}"
+        )
+
+
 @operator("vd,...->...d", linear=(0,), dtype=lambda dtypes, _: dtypes[0])
 def embedding(plan: Plan, table: Any, ids: Any) -> Any:
     """Return the rows of `table` that `ids` name.
@@ -133,7 +146,13 @@ def embedding(plan: Plan, table: Any, ids: Any) -> Any:
     ----------
     table : (V, D)
     ids : (...), integers from 0 to V-1
+
+    Raises
+    ------
+    UsageError
+        If an id is outside the vocabulary.
     """
+    _check_ids("embedding", ids, plan.factors["v"].size)
     rows = plan.backend.embedding(table, ids, plan.factors["v"].offset)
     return rows, ids
 
@@ -160,7 +179,13 @@ def cross_entropy(plan: Plan, logits: Any, targets: Any) -> Any:
     Returns
     -------
     Tensor : (...)
+
+    Raises
+    ------
+    UsageError
+        If a target is outside the vocabulary.
     """
+    _check_ids("cross_entropy", targets, plan.factors["v"].size)
     backend, xp = plan.backend, plan.xp
     first = plan.factors["v"].offset
     peak = plan.combine("v", backend.xent_local_max(logits), "max")
