@@ -167,7 +167,8 @@ def reduce_blocks(
 
 def _step(link: Link, flat: Array) -> int:
     """Elements of one member's piece."""
-    return max(1, PIECE_BYTES // (link.size - 1) // flat.dtype.itemsize)
+    itemsize: int = flat.dtype.itemsize
+    return max(1, PIECE_BYTES // (link.size - 1) // itemsize)
 
 
 def reduce_everywhere(link: Link, flat: Array, fold: Fold) -> Array:

@@ -12,6 +12,7 @@ from tparmpi.comm import algorithms, objects
 from tparmpi.comm.algorithms import Link
 from tparmpi.comm.ledger import active, record
 from tparmpi.comm.tags import FIRST
+from tparmpi.errors import ShapeError, UsageError
 from tparmpi.sharding import chunk
 
 if TYPE_CHECKING:
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
     from tparmpi.comm.members import Members
 
 Array = Any
+
+# Raised before anything is sent.
+_REFUSALS = (UsageError, ShapeError)
 
 
 class Call:
@@ -65,11 +69,13 @@ class Call:
         return self
 
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
-        if self.link is None or error is not None:
-            # After an error messages may still be under way: the tag stays taken.
+        if self.link is None:
+            return
+        if error is not None and not issubclass(error, _REFUSALS):
+            # Messages may still be under way: the tag stays taken.
             return
         self._channel.end(self.link.tag)
-        if self._start:
+        if self._start and error is None:
             seconds = perf_counter() - self._start
             record(self.kind, self._place.label, self.sent, seconds)
 

@@ -157,7 +157,7 @@ class Control:
             notice = self.ended.get(rank)
             if notice is None:
                 continue
-            # A rank that ends with an error ends the job, and its text is the one to read.
+            # A rank that ends with an error ends the job; its text is the one to read.
             ends_job = notice.failed or notice.code != 0
             if now - notice.time > (ABORT_SECONDS if ends_job else GRACE_SECONDS):
                 how = "has failed" if notice.failed else "has left the program"
