@@ -50,7 +50,7 @@ def test_plain_python_reads_a_whole_weight(job):
     program = (
         "import h5py, sys\n"
         "file = h5py.File(sys.argv[1])\n"
-        "weight = file['model/blocks/0/attention/query/weight'][...]\n"
+        "weight = file['model/blocks/0/attn/q/weight'][...]\n"
         "print(*weight.shape, abs(weight).max() > 0)\n"
         "assert 'tparmpi' not in sys.modules\n"
     )
@@ -73,14 +73,3 @@ def test_it_writes_what_looks_like_python(job):
     assert "\n    " in text.out
     words = ("self", "return", "if ", "def ", "for ", "import", "None", "(", ":")
     assert sum(word in text.out for word in words) >= 4
-
-
-@pytest.mark.parametrize("temperature", ["0", "0.8"])
-def test_any_number_of_ranks_writes_the_same_text(job, temperature):
-    arguments = ["generate", job[0], "--prompt=def main", "--max-tokens=40"]
-    texts = [
-        run(tparmpi(ranks, *arguments, "--temperature", temperature), cwd=job[0])
-        for ranks in (1, 2, 3)
-    ]
-    assert [text.code for text in texts] == [0, 0, 0]
-    assert len({text.out for text in texts}) == 1

@@ -15,6 +15,7 @@ from tests.e2e.launch import (
     SMALL,
     losses,
     metrics,
+    mpirun,
     ranks_of,
     run,
     started,
@@ -136,6 +137,21 @@ def test_a_signal_to_one_rank_saves_on_all(uninterrupted, tmp_path, text, number
     stopped_at = losses(folder)[-1][0]
     assert f"step-{stopped_at:08}" in checkpoints(folder)
     assert not (folder / "lock").exists()
+
+
+def test_ctrl_c_reaches_the_ranks_through_the_launcher(tmp_path, text):
+    version = subprocess.run(
+        [mpirun(1)[0], "--version"], capture_output=True, text=True, timeout=30
+    )
+    if "HYDRA" not in version.stdout.upper():
+        pytest.skip("only MPICH's mpirun lets the ranks live long enough to save")
+    folder = tmp_path / "run"
+    with started(train(2, text, "--steps=100000"), cwd=tmp_path) as job:
+        wait_for(partial(reached, job, folder, 3))
+        os.killpg(job.pid, signal.SIGINT)
+        _, err = job.communicate(timeout=30)
+        assert job.returncode == STOPPED, err
+    assert f"step-{losses(folder)[-1][0]:08}" in checkpoints(folder)
 
 
 def test_signals_at_any_time_never_lose_a_step(uninterrupted, tmp_path, text):

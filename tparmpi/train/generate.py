@@ -38,11 +38,12 @@ class Sampling:
     def __post_init__(self) -> None:
         if self.max_tokens < 0:
             raise UsageError(
-                f"--max-tokens must be at least 0, it is {self.max_tokens}"
+                f"--max-tokens is {self.max_tokens}, it cannot be negative"
             )
         if not 0.0 <= self.temperature < float("inf"):
             raise UsageError(
-                f"--temperature must be at least 0, it is {self.temperature}"
+                f"--temperature is {self.temperature:g}, it must be 0 or a positive "
+                "number"
             )
 
     def choose(self, logits: np.ndarray, index: int) -> int:
