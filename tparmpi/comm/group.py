@@ -104,7 +104,9 @@ def check_devices(what: str, devices: Sequence[Place]) -> tuple[Device, ...]:
                 f"{what}: {device!r} is given twice; give each device once"
             )
         seen.add(device.rank)
-    kinds = {device.kind: device for device in reversed(checked)}
+    kinds: dict[str, Device] = {}
+    for device in checked:
+        kinds.setdefault(device.kind, device)
     if len(kinds) > 1:
         mixed = " and ".join(repr(device) for device in kinds.values())
         raise GroupError(
