@@ -106,21 +106,28 @@ from tparmpi import comm
 from tparmpi.cli.main import main
 comm.init()
 if comm.world().rank == int(sys.argv[1]):
-    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
-sys.exit(main(sys.argv[2:]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, 2 * (int(sys.argv[2]),))
+sys.exit(main(sys.argv[3:]))
 """
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_disk_that_is_full_while_saving(tmp_path, text, rank):
+@pytest.mark.parametrize(
+    ("rank", "room", "words"),
+    [
+        (0, 20_000, "rank 0: cannot save"),
+        (1, 20_000, "rank 1: cannot save"),
+        (0, 700, "metrics.jsonl"),
+    ],
+)
+def test_a_disk_that_is_full(tmp_path, text, rank, room, words):
     options = ["train", *SMALL, "--run=run", f"--data={text}"]
     first = run(tparmpi(2, *options, "--steps=3"), cwd=tmp_path)
     assert first.code == 0, first.err
     before = saved(tmp_path / "run")
-    limited = [sys.executable, "-c", SMALL_DISK, str(rank), *options, "--steps=6"]
-    full = run([*mpirun(2), *limited], cwd=tmp_path, limit=30)
+    limited = [sys.executable, "-c", SMALL_DISK, str(rank), str(room)]
+    full = run([*mpirun(2), *limited, *options, "--steps=6"], cwd=tmp_path, limit=30)
     assert full.code == FAILED, full.err
-    sentence(full)
+    assert words in sentence(full)
     assert saved(tmp_path / "run") == before
     again = run(tparmpi(2, *options, "--steps=6"), cwd=tmp_path)
     assert again.code == 0, again.err
