@@ -86,6 +86,12 @@ def test_a_run_of_another_model_is_left_as_it_was(tmp_path, text):
     )
     assert refused.code == USAGE
     assert "data.train" in sentence(refused)
+    after = {
+        path: path.read_bytes()
+        for path in (tmp_path / "run").rglob("*")
+        if path.is_file()
+    }
+    assert after == before
 
 
 def test_a_folder_in_use_is_refused(tmp_path, text):

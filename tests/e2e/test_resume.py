@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
@@ -93,10 +94,13 @@ def test_a_killed_run_goes_on_bit_for_bit(uninterrupted, tmp_path, text, seed):
 
 def test_a_finished_run_ends_at_once(uninterrupted, text):
     before = (uninterrupted / "metrics.jsonl").read_bytes()
-    again = run(train(2, text), cwd=uninterrupted.parent)
+    again = run(train(2, text, "--json"), cwd=uninterrupted.parent)
     assert again.code == 0, again.err
     assert (uninterrupted / "metrics.jsonl").read_bytes() == before
-    assert f"done: {STEPS} steps" in again.out
+    outcome = json.loads(again.out.splitlines()[-1])
+    assert (outcome["step"], outcome["stopped"]) == (STEPS, False)
+    assert outcome["loss"] == losses(uninterrupted)[-1][1]
+    assert outcome["val_loss"] == evaluations(uninterrupted)[-1][1]
 
 
 def test_a_run_goes_on_with_other_ranks(uninterrupted, tmp_path, text):

@@ -46,7 +46,9 @@ def test_a_full_disk_keeps_the_previous_checkpoint_and_leaves_nothing(small_disk
     free = os.statvfs(small_disk).f_bavail - left
     filler.write_bytes(bytes(4096 * free))
     for again in (path, checkpoint.step_path(small_disk, 2)):
-        with pytest.raises(CheckpointError, match=r"cannot save .*No space left on device"):
+        with pytest.raises(
+            CheckpointError, match=r"cannot save .*No space left on device"
+        ):
             checkpoint.save(again, Model(20_000, 9), step=2)
         assert sorted(os.listdir(small_disk)) == ["filler", "step-00000001"]
     model = Model(20_000, 0)

@@ -35,7 +35,9 @@ def test_lines_come_back_as_written(path):
 def test_a_resume_cuts_back_to_its_checkpoint(path, step, kept, evaluated):
     before = metrics.read(path)
     file = metrics.MetricsFile(path, step)
-    assert file.last_evaluation == evaluated
+    assert file.evaluated == evaluated
+    assert file.loss == (min(step, 7) + 0.125 if step else None)
+    assert file.val_loss == (evaluated + 0.5 if evaluated > 0 else None)
     file.write(step + 1, loss=0.5)
     file.close()
     assert metrics.read(path) == [*before[:kept], {"step": step + 1, "loss": 0.5}]

@@ -150,19 +150,27 @@ def test_who_died_while_taking_over_is_in_nobodys_way(tmp_path, notes):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_claim_records_the_configuration(tmp_path, notes):
+def test_the_configuration_is_recorded_whole(tmp_path, notes):
     folder = RunFolder(tmp_path / "a" / "run")
     config = RunConfig().replace({"train.seed": 3})
-    folder.claim(config, notes.append).release()
-    assert folder.read_config().train.seed == 3
+    lock = folder.claim(config, notes.append)
     assert folder.checkpoints.is_dir()
-    folder.claim(config.replace({"train.steps": 7}), notes.append).release()
+    folder.record(config)
+    assert folder.read_config() == config.resolved()
+    folder.record(config.replace({"train.steps": 7}))
     assert folder.read_config().train.steps == 7
+    assert {path.name for path in folder.path.iterdir()} == {
+        "checkpoints",
+        "config.toml",
+        "lock",
+    }
+    lock.release()
 
 
 def begin(folder, notes):
     """Leave a run of the default model with something to resume."""
     folder.claim(RunConfig(), notes.append).release()
+    folder.record(RunConfig())
     checkpoint = folder.checkpoints / "step-00000001"
     checkpoint.mkdir()
     (checkpoint / "index.h5").touch()
@@ -171,9 +179,8 @@ def begin(folder, notes):
 def test_nothing_to_resume_may_be_replaced(tmp_path, notes):
     folder = RunFolder(tmp_path)
     folder.claim(RunConfig(), notes.append).release()
-    other = RunConfig().replace({"model.n_head": 4}).resolved()
-    folder.claim(other, notes.append).release()
-    assert folder.read_config() == other
+    folder.record(RunConfig())
+    folder.claim(RunConfig().replace({"model.n_head": 4}), notes.append).release()
 
 
 def test_a_run_of_another_model_is_refused_and_left(tmp_path, notes):
@@ -186,13 +193,12 @@ def test_a_run_of_another_model_is_refused_and_left(tmp_path, notes):
     assert not folder.lock.exists()
 
 
-def test_a_folder_in_use_is_not_changed(tmp_path, notes):
+def test_a_folder_in_use_is_not_claimed(tmp_path, notes):
     folder = RunFolder(tmp_path)
     lock = folder.claim(RunConfig(), notes.append)
-    before = folder.config.read_text()
     with pytest.raises(RunFolderError, match="in use"):
-        folder.claim(RunConfig().replace({"train.steps": 1}), notes.append)
-    assert folder.config.read_text() == before
+        folder.claim(RunConfig(), notes.append)
+    assert lock.is_held()
     lock.release()
 
 

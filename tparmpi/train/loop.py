@@ -37,8 +37,9 @@ VALIDATION_TOKENS = 1 << 16
 class Outcome:
     """How a run ended.
 
-    `loss` and `val_loss` are nats per token, None where this start did not compute one.
-    `stopped` says that it ended early, with a checkpoint to go on from.
+    `loss` and `val_loss` are the last ones, in nats per token, None before the first.
+    `seconds` are those of this start. `stopped` says that it ended early, with a
+    checkpoint to go on from.
     """
 
     run: str
@@ -90,6 +91,8 @@ def train(
     layout = choose_layout(
         world.size, config.model.n_head, tp=config.parallel.tp, dp=config.parallel.dp
     )
+    config = config.replace({"parallel.tp": layout.tp, "parallel.dp": layout.dp})
+    folder = RunFolder(path)
     with contextlib.ExitStack() as stack:
         if signals is None:
             signals = stack.enter_context(StopSignals())
@@ -97,22 +100,21 @@ def train(
         stack.callback(show.close)
         # What may be refused is made before the folder is touched.
         training = Training(config, layout, signals, show)
-        held = stack.enter_context(_claimed(RunFolder(path), config, layout, show))
+        held = stack.enter_context(_claimed(folder, config, show))
         stack.callback(training.close)
-        training.open(RunFolder(path), held)
+        training.open(folder, held)
         return training.run()
 
 
 @contextlib.contextmanager
 def _claimed(
-    folder: RunFolder, config: RunConfig, layout: Layout, show: Reporter
+    folder: RunFolder, config: RunConfig, show: Reporter
 ) -> Iterator[list[Lock]]:
     """The folder's lock, in a list that is empty on all ranks but rank 0."""
     held: list[Lock] = []
-    recorded = config.replace({"parallel.tp": layout.tp, "parallel.dp": layout.dp})
 
     def claim() -> None:
-        held.append(folder.claim(recorded, show.say))
+        held.append(folder.claim(config, show.say))
 
     from_rank_zero(claim)
     try:
@@ -150,6 +152,7 @@ class Training:
         self._data = TextData(
             config.data.train, config.model.seq_len, config.data.validation
         )
+        self._text = self._data.digest
 
     def open(self, folder: RunFolder, held: list[Lock]) -> None:
         """Begin in `folder`, or go on from its newest checkpoint.
@@ -166,7 +169,8 @@ class Training:
             self._model.initialize(self._config.train.seed)
         else:
             self._resume(newest)
-        self._evaluated = from_rank_zero(self._open_metrics)
+        recorded = from_rank_zero(self._open_files)
+        self._evaluated, self._loss, self._val_loss = recorded
 
     def run(self) -> Outcome:
         """Do the steps that are left."""
@@ -323,7 +327,7 @@ class Training:
             step=self._step,
             seed=config.train.seed,
             position=self._step * config.train.batch_size,
-            extra={"text": self._data.digest},
+            extra={"text": self._text},
         )
         self._saved = self._step
         if config.checkpoint.keep:
@@ -341,7 +345,7 @@ class Training:
 
     def _resume(self, newest: Path) -> None:
         report = checkpoint.load(newest, self._model, self._optimizer)
-        if report.extra.get("text") != self._data.digest:
+        if report.extra.get("text") != self._text:
             raise UsageError(
                 f"the text of data.train ({self._config.data.train}) or its validation "
                 f"part is not what the run in {self._folder.path} began with: give the "
@@ -349,10 +353,11 @@ class Training:
             )
         self._step = self._saved = report.step
 
-    def _open_metrics(self) -> int:
-        """For rank 0; the last step that was evaluated."""
-        self._metrics = MetricsFile(self._folder.metrics, self._step)
-        return self._metrics.last_evaluation
+    def _open_files(self) -> tuple[int, float | None, float | None]:
+        """For rank 0; what the metrics say of the evaluated step and both losses."""
+        self._folder.record(self._config)
+        metrics = self._metrics = MetricsFile(self._folder.metrics, self._step)
+        return metrics.evaluated, metrics.loss, metrics.val_loss
 
     def _introduce(self) -> None:
         config = self._config

@@ -30,16 +30,21 @@ class MetricsFile:
             The file cannot be opened or cut.
         """
         self.path = path
-        self.last_evaluation = -1
+        self.evaluated = -1
         """The last step that has an evaluation line; -1 where there is none."""
+        self.loss: float | None = None
+        """The last step's; None where there is none."""
+        self.val_loss: float | None = None
+        """The last evaluation's; None where there is none."""
         try:
             self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
             end = 0
             for offset, line in _whole_lines(path.read_bytes()):
                 if line["step"] > step:
                     break
+                self.loss = line.get("loss", self.loss)
                 if "val_loss" in line:
-                    self.last_evaluation = line["step"]
+                    self.evaluated, self.val_loss = line["step"], line["val_loss"]
                 end = offset
             os.ftruncate(self._file, end)
         except OSError as error:
@@ -65,8 +70,6 @@ class MetricsFile:
                 data = data[os.write(self._file, data) :]
         except OSError as error:
             raise RunFolderError(f"cannot write {self.path}: {error}") from error
-        if "val_loss" in values:
-            self.last_evaluation = step
 
     def sync(self) -> None:
         """Have everything on the disk, before a checkpoint that relies on it. Local."""

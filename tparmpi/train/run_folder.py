@@ -44,8 +44,8 @@ class RunFolder:
         """Take the folder for a run with `config`, making it where it is new. Local.
 
         For one rank only; the others are told. Where there is a checkpoint to go on
-        from, the recorded configuration is compared with `config`; then it is replaced.
-        `note` is given one sentence about a lock that was taken over.
+        from, the recorded configuration is compared with `config`. `note` is given one
+        sentence about a lock that was taken over.
 
         Raises
         ------
@@ -65,11 +65,20 @@ class RunFolder:
         try:
             if publish.published(self.checkpoints):
                 check_resumable(config, self.read_config(), str(self.path))
-            _replace(self.config, sources.to_toml(config))
         except BaseException:
             lock.release()
             raise
         return lock
+
+    def record(self, config: RunConfig) -> None:
+        """Write the configuration of a run that has the folder. Local, for one rank.
+
+        Raises
+        ------
+        RunFolderError
+            It cannot be written; the old one stays.
+        """
+        _replace(self.config, sources.to_toml(config))
 
     def read_config(self) -> RunConfig:
         """The recorded configuration. Local.
