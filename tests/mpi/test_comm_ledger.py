@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import tparmpi as tpm
-from tparmpi.comm import algorithms, agree
+from tparmpi.comm import agree, algorithms
 from tparmpi.comm.ledger import current
 from tparmpi.errors import CommunicationError, DataError
 from tparmpi.sharding import chunk
@@ -80,7 +80,9 @@ def test_messages_are_counted_at_both_ends():
 
 def test_one_members_error_is_raised_on_all():
     agree(None)
-    own = DataError(f"no text on {tpm.device().rank}") if tpm.device().rank > 1 else None
+    own = (
+        DataError(f"no text on {tpm.device().rank}") if tpm.device().rank > 1 else None
+    )
     with pytest.raises(DataError, match="no text on 2"):
         agree(own)
     full = OSError(28, "no space left") if tpm.device().rank == 3 else None

@@ -236,13 +236,13 @@ def _fail_alone(text: str, code: int) -> NoReturn:
         # If all fail alike, the first one's text is enough.
         time.sleep(ALIKE_SECONDS)
     _print(text, rank)
-    if _mpi_runs():
+    if _mpi_connects():
         abort(code)
     _kill()
 
 
 def _kill(text: str = "") -> NoReturn:
-    """End a job whose MPI does not run: an ordinary exit leaves the others hanging."""
+    """End a job without MPI, where an ordinary exit leaves the others hanging."""
     if text:
         _print(text, launched().rank)
     _flush()
@@ -282,11 +282,12 @@ def refuse(text: str, code: int) -> int:
     return code if _world is None else _world.control.agreed_code()
 
 
-def _mpi_runs() -> bool:
+def _mpi_connects() -> bool:
+    """Whether MPI runs and can end the other ranks."""
     module = sys.modules.get("mpi4py.MPI")
-    if module is None:
+    if module is None or not module.Is_initialized() or module.Is_finalized():
         return False
-    return bool(module.Is_initialized()) and not module.Is_finalized()
+    return bool(module.COMM_WORLD.size > 1)
 
 
 def _is_finalized() -> bool:
