@@ -14,3 +14,4 @@ extensions = [
 exclude_patterns = ["_build"]
 myst_heading_anchors = 3
 autodoc_typehints = "none"
+napoleon_use_ivar = True

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+import tparmpi
+from tparmpi.tensors import Operator
 from tparmpi.train.config import CONTENT, FREE, KEYS, SAME, SECTIONS
 
 ROOT = Path(__file__).parents[2]
@@ -62,3 +64,13 @@ def test_ci_runs_the_readme_test_command() -> None:
     ).stdout.splitlines()
     assert len(found) == 1
     assert found[0].startswith("python3 -m venv .venv && ")
+
+
+def test_reference_page_names_every_record() -> None:
+    # Records are no functions, so the page must name them.
+    page = (ROOT / "docs" / "api.md").read_text()
+    records = {
+        name for name in tparmpi.__all__ if isinstance(getattr(tparmpi, name), Operator)
+    }
+    named = re.findall(r"autofunction:: tparmpi\.(\w+)\(", page)
+    assert set(named) == records

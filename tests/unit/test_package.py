@@ -13,15 +13,18 @@ MOST_SECONDS = 0.3
 
 PROBE = """
 import json, sys, time
-begin = time.perf_counter()
+begin = time.process_time()
 import tparmpi
-seconds = time.perf_counter() - begin
+seconds = time.process_time() - begin
 print(json.dumps([seconds, sorted(sys.modules)]))
 """
 
 
 def fresh_import() -> tuple[float, set[str]]:
-    """Import the package in a new Python; return seconds and the modules there."""
+    """Import the package in a new Python; return its seconds and modules.
+
+    Seconds of the processor's time: other processes of the machine do not count.
+    """
     output = subprocess.run(
         [sys.executable, "-c", PROBE],
         check=True,
@@ -34,8 +37,8 @@ def fresh_import() -> tuple[float, set[str]]:
 
 
 def test_import_is_quick() -> None:
-    # The best of several: the first reads files from disk, any may be disturbed.
-    assert min(fresh_import()[0] for _ in range(7)) < MOST_SECONDS
+    # The best of several: the first one also compiles and reads files from disk.
+    assert min(fresh_import()[0] for _ in range(5)) < MOST_SECONDS
 
 
 def test_import_starts_no_mpi_and_touches_no_gpu() -> None:

@@ -45,8 +45,8 @@ class Linear(Module):
 
     Attributes
     ----------
-    weight : Parameter, (*d_in, *d_out)
-    bias : Parameter, (*d_out), or None
+    weight : Parameter, ``(*d_in, *d_out)``
+    bias : Parameter, ``(*d_out)``, or None
     """
 
     def __init__(
@@ -90,11 +90,11 @@ class Linear(Module):
 
         Parameters
         ----------
-        x : (..., *d_in)
+        x : ``(..., *d_in)``
 
         Returns
         -------
-        Tensor : (..., *d_out)
+        Tensor : ``(..., *d_out)``
             With split columns, `Shard` of its first feature dim; with split rows,
             `Partial`.
         """
