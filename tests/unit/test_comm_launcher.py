@@ -22,6 +22,16 @@ from tparmpi.comm.launcher import Launched, launched
         ),
         ({"PMI_SIZE": "4", "PMI_RANK": "2", "MPI_LOCALRANKID": "0"}, (2, 4, 0)),
         ({"PMI_SIZE": "4", "PMI_RANK": "2"}, (2, 4, None)),
+        # Under srun --mpi=pmi2, rank 2 the first of its host.
+        (
+            {
+                "PMI_SIZE": "4",
+                "PMI_RANK": "2",
+                "SLURM_STEP_NUM_TASKS": "4",
+                "SLURM_LOCALID": "0",
+            },
+            (2, 4, 0),
+        ),
         (
             {"SLURM_STEP_NUM_TASKS": "8", "SLURM_PROCID": "5", "SLURM_LOCALID": "1"},
             (5, 8, 1),

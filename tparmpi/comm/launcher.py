@@ -6,13 +6,14 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+_SLURM_STEP_SIZE = "SLURM_STEP_NUM_TASKS"
 # Each launcher's (size, rank, rank on this host), the first whose size is set counts.
 # Slurm's are those of a step: an allocation's say nothing about a plain command in it.
 _VARIABLES = (
     ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"),
     ("PMI_SIZE", "PMI_RANK", "MPI_LOCALRANKID"),
     ("PMIX_SIZE", "PMIX_RANK", "PMIX_LOCAL_RANK"),
-    ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_LOCALID"),
+    (_SLURM_STEP_SIZE, "SLURM_PROCID", "SLURM_LOCALID"),
 )
 
 _PROCESS = "TPARMPI_RANK_PROCESS"
@@ -44,7 +45,11 @@ class Launched:
             size = _number(variables, size_name)
             if size is not None:
                 rank = _number(variables, rank_name) or 0
-                return cls(rank, size, _number(variables, local_name), size_name)
+                local_rank = _number(variables, local_name)
+                # `srun --mpi=pmi2` sets all of PMI's variables but this one.
+                if local_rank is None and size == _number(variables, _SLURM_STEP_SIZE):
+                    local_rank = _number(variables, "SLURM_LOCALID")
+                return cls(rank, size, local_rank, size_name)
         return cls()
 
 

@@ -2,12 +2,13 @@
 
 A rule names every dim of the operands and outputs by factors, one letter each::
 
-    mk,kn->mn            a product: `k` is contracted, its sums may stay pending mk,kn +
-    n->mn        a sum of two terms; the second lacks `k` ...,...->...         leading
-    dims of any number, broadcast as NumPy does b[t]d->b[t]d         `t` must be whole
-    b{v},b->b            `v` may be sharded; the operator itself combines the pieces
-    b(hd)->bhd           a composite dim, of which only the leading factor may be
-    sharded 1d->bd               a dim of size 1 that no factor names
+    mk,kn->mn          a product: `k` is contracted, its sums may stay pending
+    mk,kn + n->mn      a sum of two terms; the second lacks `k`
+    ...,...->...       leading dims of any number, broadcast as NumPy does
+    b[t]d->b[t]d       `t` must be whole
+    b{v},b->b          `v` may be sharded; the operator itself combines the pieces
+    b(hd)->bhd         a composite dim, of which only the leading factor may be sharded
+    1d->bd             a dim of size 1 that no factor names
 """
 
 from __future__ import annotations
