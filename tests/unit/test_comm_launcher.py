@@ -51,7 +51,9 @@ def test_the_first_launcher_that_says_so(variables, expected):
 def test_a_child_of_a_rank_is_no_rank(monkeypatch):
     monkeypatch.setenv("PMI_SIZE", "4")
     monkeypatch.setenv("PMI_RANK", "2")
-    monkeypatch.delenv(launcher._PROCESS, raising=False)
+    # Set first, so that what `launched` sets is undone.
+    monkeypatch.setenv(launcher._PROCESS, "0")
+    monkeypatch.delenv(launcher._PROCESS)
     assert (launched().rank, launched().size) == (2, 4)
     monkeypatch.setenv(launcher._PROCESS, "1")
     assert (launched().rank, launched().size) == (0, 1)
