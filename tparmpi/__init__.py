@@ -72,11 +72,18 @@ from tparmpi.tensors import (
 
 __version__ = "0.1.0"
 
-_LAZY = {"checkpoint": "tparmpi.io.checkpoint"}
+_LAZY = {
+    "checkpoint": "tparmpi.io.checkpoint",
+    "models": "tparmpi.models",
+    "nn": "tparmpi.nn",
+    "optim": "tparmpi.optim",
+    "parallel": "tparmpi.parallel",
+    "testing": "tparmpi.testing",
+}
 
 
 def __getattr__(name: str) -> ModuleType:
-    """Import what brings a large library along only when it is asked for."""
+    """Import the rooms that not every program enters when they are asked for."""
     if name in _LAZY:
         return import_module(_LAZY[name])
     raise AttributeError(f"module 'tparmpi' has no attribute '{name}'")
@@ -125,10 +132,14 @@ __all__ = [
     "matmul",
     "mean",
     "mesh",
+    "models",
     "mul",
+    "nn",
     "no_grad",
     "no_implicit_gather",
     "operator",
+    "optim",
+    "parallel",
     "random",
     "reshape",
     "scale",
@@ -137,6 +148,7 @@ __all__ = [
     "sub",
     "sum",
     "tensor",
+    "testing",
     "transpose",
     "world",
 ]
