@@ -344,6 +344,7 @@ def test_arrays_that_do_not_fit_are_an_error():
             pair.all_reduce(np.arange(3.0))
     elif pair.is_member:
         pair.all_reduce(np.arange(4.0))
+    pair.close()
 
 
 def test_only_members_of_an_open_group_may_call():
