@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--temperature",
         type=float,
-        default=0.8,
+        default=1.0,
         metavar="T",
         help="0 always takes the likeliest token, 1 the model's odds (%(default)s)",
     )

@@ -32,7 +32,7 @@ class Sampling:
     """
 
     max_tokens: int = 200
-    temperature: float = 0.8
+    temperature: float = 1.0
     seed: int = 0
 
     def __post_init__(self) -> None:
