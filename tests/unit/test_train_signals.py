@@ -27,6 +27,19 @@ def test_the_former_handlers_come_back():
     assert [signal.getsignal(number) for number in STOPPING] == before
 
 
+def test_a_signal_after_the_end_is_ignored():
+    before = [signal.getsignal(number) for number in STOPPING]
+    try:
+        with StopSignals() as signals:
+            signals.ignore()
+        for number in STOPPING:
+            signal.raise_signal(number)
+        assert not signals.requested
+    finally:
+        for number, handler in zip(STOPPING, before, strict=True):
+            signal.signal(number, handler)
+
+
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
 def test_a_forked_child_dies_of_the_signal():
     with StopSignals() as signals:

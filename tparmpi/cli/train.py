@@ -74,6 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
             signals=signals,
             stream=sys.stderr if arguments.json else sys.stdout,
         )
+        signals.ignore()
     if arguments.json and comm.world().rank == 0:
         print(json.dumps(outcome.as_dict()), flush=True)
     return os.EX_TEMPFAIL if outcome.stopped else os.EX_OK

@@ -45,6 +45,17 @@ class StopSignals:
         while self._former:
             signal.signal(*self._former.popitem())
 
+    def ignore(self) -> None:
+        """Let the signals do nothing for the rest of the process. Local.
+
+        When a run is over, one that comes late would turn a success into a failure: the
+        interpreter takes handlers away some time before it ends.
+        """
+        _active.discard(self)
+        self._former.clear()
+        for number in STOPPING:
+            signal.signal(number, signal.SIG_IGN)
+
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.requested = True
 
