@@ -8,6 +8,18 @@ what was given and what to do about it.
 from __future__ import annotations
 
 
+def counted(number: int, noun: str) -> str:
+    """Return a number of things for a message: ``1 rank``, ``2 ranks``. Local."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
+def reason(error: BaseException) -> str:
+    """Return why the system refused, without the file's name. Local."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return str(error)
+
+
 class TparmpiError(Exception):
     """Base of every error that tparmpi raises on purpose.
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 import pytest
 
+from tparmpi.comm import launcher
+from tparmpi.config import Environment
 from tparmpi.errors import UsageError
 from tparmpi.train import sources
 from tparmpi.train.config import KEYS, RunConfig, check_resumable
@@ -86,12 +90,31 @@ def test_the_written_file_gives_the_same_configuration():
             {"toml": "[modle]\nn_layer = 1\n"},
             ["unknown section 'modle'", "'model'"],
         ),
-        ({"toml": "steps = 1\n"}, ["unknown section 'steps'"]),
+        (
+            {"toml": "n_layer = 2\n"},
+            ["unknown key 'n_layer'", "'model.n_layer'", "[section]"],
+        ),
+        ({"toml": "steps = 1\n"}, ["unknown key 'steps'", "'train.steps'"]),
+        ({"toml": "model = 1\n"}, ["unknown key 'model'", "'model."]),
         ({"toml": "steps = \n", "toml_name": "a.toml"}, ["a.toml is not a TOML"]),
         (
             {"environment": {"TPARMPI_TRAIN_STEP": "1"}},
             ["'TPARMPI_TRAIN_STEP' in the environment", "'TPARMPI_TRAIN_STEPS'"],
         ),
+        (
+            {"environment": {"TPARMPI_STEPS": "5"}},
+            ["unknown variable 'TPARMPI_STEPS'", "'TPARMPI_TRAIN_STEPS'"],
+        ),
+        (
+            {"environment": {"TPARMPI_TRIAN_STEPS": "5"}},
+            ["unknown variable 'TPARMPI_TRIAN_STEPS'", "'TPARMPI_TRAIN_STEPS'"],
+        ),
+        (
+            {"environment": {"TPARMPI_DEVCIE": "cpu"}},
+            ["unknown variable 'TPARMPI_DEVCIE'", "'TPARMPI_DEVICE'"],
+        ),
+        ({"settings": ["lr=1"]}, ["unknown key 'lr'", "'train.lr'"]),
+        ({"settings": ["data.train="]}, ["data.train must not be empty"]),
         ({"settings": ["train.steps"]}, ["--set train.steps", "section.key=value"]),
         (
             {"settings": ["train.steps=many"]},
@@ -127,6 +150,12 @@ def test_what_is_wrong_is_refused_with_its_source(arguments, words):
     for word in words:
         assert word in str(refused.value)
     assert "\n" not in str(refused.value).strip()
+
+
+def test_variables_of_the_package_itself_are_known():
+    names = [f"TPARMPI_{field.name}".upper() for field in fields(Environment)]
+    assert "TPARMPI_DEVICE" in names
+    sources.check_environment(dict.fromkeys([*names, launcher._PROCESS], "1"))
 
 
 def test_a_resume_may_change_layout_length_and_intervals():

@@ -54,6 +54,8 @@ class Limits:
         """What is wrong with `value`, as the end of a sentence, or None. Local."""
         if isinstance(value, float) and not math.isfinite(value):
             return "must be a finite number"
+        if value == "":
+            return "must not be empty"
         if self.choices is not None and value not in self.choices:
             return f"must be one of {', '.join(self.choices)}"
         if self.at_least is not None and value < self.at_least:

@@ -5,6 +5,7 @@ A key given in several places takes its value from the first of these.
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,6 +13,7 @@ from typing import Any
 
 import tomli_w
 
+from tparmpi.config import Environment
 from tparmpi.errors import UsageError
 from tparmpi.train.config import ENVIRONMENT_PREFIX, KEYS, SECTIONS, Key, RunConfig
 
@@ -19,6 +21,14 @@ if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
+
+_ELSEWHERE = frozenset(
+    f"{ENVIRONMENT_PREFIX}{field.name}".upper()
+    for field in dataclasses.fields(Environment)
+)
+"""Variables that are no keys of a configuration."""
+_INTERNAL = frozenset({"TPARMPI_RANK_PROCESS"})
+"""Variables that the package sets for its own children."""
 
 _WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 
@@ -38,7 +48,8 @@ def resolve(
     toml, toml_name
         Text of a configuration file and its name for messages.
     environment
-        Environment variables; `TPARMPI_<SECTION>_<KEY>` are read, others ignored.
+        Environment variables; `TPARMPI_<SECTION>_<KEY>` are read, and no other may
+        begin with `TPARMPI_` but those of `tparmpi.config`.
     settings
         `section.key=value` texts of `--set`; a later one replaces an earlier one.
     flags
@@ -63,6 +74,23 @@ def resolve(
     return config.resolved()
 
 
+def check_environment(environment: Mapping[str, str]) -> None:
+    """Refuse variables that begin as the package's own and are none. Local.
+
+    Raises
+    ------
+    UsageError
+        With the nearest known one.
+    """
+    keys = tuple(key.variable for key in KEYS.values())
+    known = (*sorted(_ELSEWHERE), *keys)
+    for variable in environment:
+        if variable.startswith(ENVIRONMENT_PREFIX) and variable not in _INTERNAL:
+            if variable not in known:
+                message = _unknown(variable, known, "the environment", "variable")
+                raise UsageError(f"{message}; set that, or unset it")
+
+
 def to_toml(config: RunConfig) -> str:
     """The configuration as the text of a TOML file. Local."""
     return tomli_w.dumps(config.as_dict())
@@ -74,7 +102,10 @@ def _from_toml(text: str, source: str) -> Iterator[tuple[str, tuple[str, Any]]]:
     except tomllib.TOMLDecodeError as error:
         raise UsageError(f"{source} is not a TOML file: {error}") from error
     for section, table in tables.items():
-        if section not in SECTIONS or not isinstance(table, dict):
+        if not isinstance(table, dict):
+            message = _unknown(section, tuple(KEYS), source, "key")
+            raise UsageError(f"{message}, a key below a line with its [section]")
+        if section not in SECTIONS:
             raise UsageError(_unknown(section, SECTIONS, source, "section"))
         for key, value in table.items():
             known = _known(f"{section}.{key}", source)
@@ -84,16 +115,11 @@ def _from_toml(text: str, source: str) -> Iterator[tuple[str, tuple[str, Any]]]:
 def _from_environment(
     environment: Mapping[str, str],
 ) -> Iterator[tuple[str, tuple[str, Any]]]:
-    variables = {key.variable: key for key in KEYS.values()}
-    prefixes = tuple(f"{ENVIRONMENT_PREFIX}{section.upper()}_" for section in SECTIONS)
-    for variable, text in environment.items():
-        if not variable.startswith(prefixes):
-            continue
-        if variable not in variables:
-            message = _unknown(variable, tuple(variables), "the environment", "key")
-            raise UsageError(message)
-        known = variables[variable]
-        yield known.name, (variable, _parsed(known, text, variable))
+    check_environment(environment)
+    for key in KEYS.values():
+        if key.variable in environment:
+            text = environment[key.variable]
+            yield key.name, (key.variable, _parsed(key, text, key.variable))
 
 
 def _from_command_line(
@@ -127,11 +153,20 @@ def _known(name: str, source: str) -> Key:
 
 def _unknown(name: str, known: Sequence[str], source: str, what: str) -> str:
     # The nearest of all rather than of the close ones: a hint is always given.
-    folded = {candidate.lower(): candidate for candidate in known}
-    nearest = difflib.get_close_matches(name.lower(), folded, n=1, cutoff=0.0)[0]
-    return (
-        f"unknown {what} {name!r} in {source}; the nearest known one is "
-        f"{folded[nearest]!r}"
+    nearest = max(known, key=lambda candidate: _likeness(name, candidate))
+    return f"unknown {what} {name!r} in {source}; the nearest known one is {nearest!r}"
+
+
+def _likeness(name: str, candidate: str) -> float:
+    """How alike a name and a known one are, whole or without the latter's section."""
+    name, candidate = name.lower(), candidate.lower()
+    bare = candidate.removeprefix(ENVIRONMENT_PREFIX.lower())
+    for section in SECTIONS:
+        bare = bare.removeprefix(f"{section}.").removeprefix(f"{section}_")
+    given = name.removeprefix(ENVIRONMENT_PREFIX.lower())
+    return max(
+        difflib.SequenceMatcher(None, name, candidate).ratio(),
+        difflib.SequenceMatcher(None, given, bare).ratio(),
     )
 
 
