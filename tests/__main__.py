@@ -50,9 +50,9 @@ def parts() -> list[Part]:
         Part("lint", (*ruff, "check"), 60),
         Part("format", (*ruff, "format", "--check"), 60),
         Part("types", (sys.executable, "-m", "mypy"), 240),
-        Part("unit", (*PYTEST, "tests/unit"), 300),
+        Part("unit", (*PYTEST, "tests/unit"), 420),
         Part("mpi", (*ranks, "tests/mpi"), 540),
-        Part("e2e", (*PYTEST, "tests/e2e"), 540),
+        Part("e2e", (*PYTEST, "tests/e2e"), 780),
         Part("slurm", (*PYTEST, "tests/slurm"), 300),
     ]
 
