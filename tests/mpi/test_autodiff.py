@@ -10,7 +10,7 @@ import pytest
 
 import tparmpi as tpm
 from tparmpi.sharding import REPLICATE, Partial, Replicate, Shard
-from tparmpi.tensors import registry
+from tparmpi.tensors import Operator, methods, registry
 from tparmpi.testing import check_gradient, laid_out
 
 pytestmark = pytest.mark.mpi(min_size=4)
@@ -246,4 +246,33 @@ def test_a_users_own_operator(group):
                 lambda x: getattr(x, name)(), [columns(5, 3)], group, [layout]
             )
     finally:
-        del registry[name]
+        del registry[name], methods[name]
+
+
+@pytest.mark.parametrize(
+    ("forward", "backward", "words"),
+    [
+        (lambda plan, x: x * 2, None, r"must return \(outputs, saved\)"),
+        (lambda plan, x: (x.sum(), x), None, r"output 0 has the shape \(4, 3\)"),
+        (lambda plan, x: (x.astype("f4"), x), None, "to be float64"),
+        (
+            lambda plan, x: (x * 2, x),
+            lambda plan, saved, grad, wanted: 2 * grad,
+            "a tuple of 1 gradients",
+        ),
+        (
+            lambda plan, x: (x * 2, x),
+            lambda plan, saved, grad, wanted: (grad.sum(),),
+            "must have its shape",
+        ),
+        (lambda plan, x: (x * 2, x), None, "is not differentiable"),
+    ],
+)
+def test_a_users_operator_that_returns_nonsense_is_told(
+    group, forward, backward, words
+):
+    record = Operator("twice", "...->...", forward)
+    record.backward = backward
+    x = tpm.tensor(columns(4, 3), group.autodiff()).require_grad()
+    with pytest.raises(tpm.TparmpiError, match=words):
+        record(x).sum().backward()

@@ -184,7 +184,11 @@ def test_composite_dims_split_their_leading_factor_only():
 @pytest.mark.parametrize(
     ("text", "shapes", "words"),
     [
-        ("mk,kn->mn", [(2, 3), (4, 5)], "dim 0 of operand 1 is 4, but 3"),
+        (
+            "mk,kn->mn",
+            [(2, 3), (4, 5)],
+            "is 4, but 3 is needed to fit the others; the operands' shapes are (2, 3), (4, 5)",
+        ),
         ("mk,kn->mn", [(2, 3)], "takes 2 operands, but 1"),
         ("mk,kn->mn", [(2,), (4, 5)], "operand 0 has 1 dims"),
         ("...,...->...", [(2,), (3,)], "dim 0 of operand 1 is 3, but 2"),

@@ -99,7 +99,7 @@ def _start(comm: MPI.Intracomm | None, settings: DeviceSettings) -> World:
     failure.install()
     # Bound before MPI starts: GPU-aware libraries take the current GPU for theirs.
     bound = binding.choose_device(launched())
-    from mpi4py import MPI
+    MPI = _import_mpi()
 
     from tparmpi.comm.state import World
 
@@ -122,6 +122,18 @@ def _start(comm: MPI.Intracomm | None, settings: DeviceSettings) -> World:
     failure.join(state, finalizes=starts_mpi)
     _gather(state, bound, settings)
     return state
+
+
+def _import_mpi() -> Any:
+    """Return mpi4py's module of MPI; importing it loads the MPI library."""
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        raise CommunicationError(
+            "init: no MPI library can be loaded; load your site's MPI module, or "
+            f"install one with pip install mpich ({str(error).splitlines()[0]})"
+        ) from error
+    return MPI
 
 
 def _gather(state: World, bound: binding.Bound, settings: DeviceSettings) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from tparmpi.comm import Group, Place
 from tparmpi.errors import UsageError
 from tparmpi.sharding import Layout, Placement, replicated
+from tparmpi.tensors.request import plain_place
 
 
 def axis_number(place: Place, axis: str) -> int | None:
@@ -15,7 +16,7 @@ def axis_number(place: Place, axis: str) -> int | None:
     It is the axis named `axis`; a group counts as its only axis, whatever its name. On
     a mesh without that axis nothing is split.
     """
-    inner = place.inner()
+    inner = plain_place("nn", place)
     if axis in inner.axes:
         return inner.axes.index(axis)
     return 0 if isinstance(inner, Group) else None

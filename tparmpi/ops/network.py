@@ -124,7 +124,9 @@ def _(plan: Plan, saved: Any, grad: Any, wanted: tuple[bool, bool, bool]) -> Any
 
 
 def _check_ids(name: str, ids: Any, size: int) -> None:
-    """Refuse what a kernel would silently take for another member's row."""
+    """Refuse what a kernel would silently round or take for another member's row."""
+    if ids.dtype.kind not in "iu":
+        raise UsageError(f"{name}: ids must be integers, they are {ids.dtype}")
     if ids.size == 0:
         return
     low, high = int(ids.min()), int(ids.max())

@@ -131,8 +131,8 @@ def bind(
         )
     ]
     stretched = _stretched_factors(expanded, shapes)
-    for position, (dims, shape) in enumerate(zip(expanded, shapes, strict=True)):
-        operands.append(_bind_dims(dims, shape, known, stretched, name, position))
+    for position, dims in enumerate(expanded):
+        operands.append(_bind_dims(dims, shapes, known, stretched, name, position))
     for operand, _ in written:
         kinds.update((f, kind) for _, factors, kind in operand for f in factors)
     ellipsis = max(
@@ -248,13 +248,14 @@ def _stretched_factors(
 
 def _bind_dims(
     dims: list[tuple[str, Dim]],
-    shape: tuple[int, ...],
+    shapes: Sequence[tuple[int, ...]],
     known: dict[str, int],
     stretched: set[str],
     name: str,
     position: int,
 ) -> tuple[Dim, ...]:
     bound: list[Dim] = []
+    shape = shapes[position]
     for number, ((kind, factors), size) in enumerate(zip(dims, shape, strict=True)):
         if kind == "broadcast" and size == 1 and factors[0] in stretched:
             bound.append(())
@@ -272,9 +273,9 @@ def _bind_dims(
         expected = prod(known[f] for f in factors)
         if expected != size:
             raise ShapeError(
-                f"{name}: dim {number} of operand {position} is {size}, "
-                f"but {expected} is needed to fit the other operands; "
-                f"its shape is {shape}"
+                f"{name}: dim {number} of operand {position} is {size}, but {expected} "
+                f"is needed to fit the others; the operands' shapes are "
+                f"{', '.join(map(str, shapes))}"
             )
         bound.append(factors)
     return tuple(bound)

@@ -8,11 +8,14 @@ import numpy as np
 
 from tparmpi.backend import MetaArray
 from tparmpi.comm import Place
-from tparmpi.errors import ShapeError
+from tparmpi.errors import ShapeError, UsageError
 from tparmpi.sharding import Placement, Shard, replicated
-from tparmpi.tensors.request import requested_layout
+from tparmpi.tensors.request import plain_place, requested_layout
 from tparmpi.tensors.spec import spec_of
 from tparmpi.tensors.tensor import Tensor
+
+_KINDS = "biufcV"
+"""Kinds of dtypes that tensors have; bfloat16 is among NumPy's kind V."""
 
 
 def tensor(array: Any, place: Place, dtype: Any = None) -> Tensor:
@@ -31,10 +34,14 @@ def tensor(array: Any, place: Place, dtype: Any = None) -> Tensor:
     dtype
         Cast to this dtype.
     """
-    inner = place.inner()
+    inner = plain_place("tensor", place)
     host = array if hasattr(array, "dtype") else _with_default_dtype(array, inner)
     if dtype is not None:
         host = host.astype(np.dtype(dtype))
+    if host.dtype.kind not in _KINDS:
+        raise UsageError(
+            f"tensor: an array of {host.dtype} is no array of numbers; convert it first"
+        )
     shape = tuple(int(n) for n in host.shape)
     spec = spec_of(inner, shape, np.dtype(host.dtype), replicated(len(inner.shape)))
     if not inner.is_member:
@@ -75,7 +82,7 @@ def from_local(
     ShapeError
         If the blocks are not those of the chunk rule.
     """
-    inner = place.inner()
+    inner = plain_place("from_local", place)
     base = replicated(len(inner.shape))
     ndim = len(shape) if shape is not None else np.ndim(array)
     dtype = np.dtype(array.dtype)

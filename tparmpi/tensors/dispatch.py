@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from tparmpi.backend import MetaArray
 from tparmpi.comm.ledger import current
 from tparmpi.errors import ImplicitGatherWarning, ShardingError
+from tparmpi.tensors.contract import check_forward
 from tparmpi.tensors.plan import Plan
 from tparmpi.tensors.redistribute import follow
 from tparmpi.tensors.spec import describe_layout
@@ -65,8 +66,12 @@ def _run(
         for number, route in enumerate(plan.routes):
             if route is not None:
                 arrays[number] = follow(arrays[number], operands[number].spec, route)
-    outputs, saved = operator.forward(plan, *arrays, **scalars)
+    made = operator.forward(plan, *arrays, **scalars)
     current.operator = ""
+    if not plan.forward_checked:
+        check_forward(plan, made)
+        plan.forward_checked = True
+    outputs, saved = made
     if plan.has_scalars:
         outputs = _as_arrays(plan, outputs)
     device = operands[0].device
@@ -151,8 +156,8 @@ def _make_plan(
         if spec.place is not specs[0].place:
             raise ShardingError(
                 f"{operator.name}: operand 0 lives on {specs[0].place}, operand "
-                f"{number} on {spec.place}; make all operands on the same device, "
-                "group or mesh"
+                f"{number} on {spec.place}; make all operands on one and the same "
+                "place: every call of group() or mesh() makes another"
             )
     parameters = [operand.is_parameter for operand in operands]
     plan = Plan(operator, attributes, specs, parameters)
@@ -175,6 +180,8 @@ def _report_gathering(plan: Plan, operands: Sequence[Tensor]) -> None:
     )
     if not mode.gathering:
         raise ShardingError(text)
+    if any(plan.place.coordinates):
+        return  # the first member says it for all
     warnings.warn(text, ImplicitGatherWarning, stacklevel=_users_frame())
 
 

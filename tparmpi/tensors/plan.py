@@ -65,6 +65,8 @@ class Plan:
         For each axis, whether a pending gradient passes through the backward.
     gathered
         Numbers of the operands that are gathered although nobody asked.
+    forward_checked, backward_checked
+        Whether what the operator's functions return was found to fit.
     """
 
     def __init__(
@@ -110,6 +112,7 @@ class Plan:
             )
         )
         self.has_scalars = any(not spec.shape for spec in self.outputs)
+        self.forward_checked = self.backward_checked = False
         self.output_gradients = choice.output_gradients
         self.operand_gradients = choice.operand_gradients
         self.may_pass = choice.may_pass

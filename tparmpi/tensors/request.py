@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tparmpi.comm import Place
-from tparmpi.errors import ShardingError
+from tparmpi.errors import ShardingError, UsageError
 from tparmpi.sharding import (
     REPLICATE,
     Layout,
@@ -15,6 +15,22 @@ from tparmpi.sharding import (
     smallest_chunk,
 )
 from tparmpi.tensors.spec import Spec
+
+
+def plain_place(name: str, place: Any) -> Place:
+    """Return the device, group or mesh that a caller of `name` gave, without a view.
+
+    Raises
+    ------
+    UsageError
+        If it is none.
+    """
+    if not isinstance(place, Place):
+        raise UsageError(
+            f"{name}: {place!r} is no place for a tensor; give a device, a group or a "
+            "mesh, such as tpm.device() or tpm.group(tpm.devices())"
+        )
+    return place.inner()
 
 
 def requested_layout(
@@ -69,7 +85,7 @@ def _checked(name: str, placement: Any, ndim: int) -> Placement:
             f"{name}: {placement!r} is no sharding; use Replicate() or Shard(dim)"
         )
     if isinstance(placement, Shard):
-        if not -ndim <= placement.dim < ndim:
+        if not isinstance(placement.dim, int) or not -ndim <= placement.dim < ndim:
             raise ShardingError(
                 f"{name}: {placement!r} names no dim of a tensor of {ndim} dims"
             )

@@ -15,6 +15,7 @@ from typing import Any
 
 from tparmpi.errors import AutodiffError
 from tparmpi.sharding import PARTIAL, REPLICATE, Layout, Partial, Placement, Shard
+from tparmpi.tensors.contract import check_backward
 from tparmpi.tensors.plan import Plan
 from tparmpi.tensors.redistribute import redistribute
 from tparmpi.tensors.spec import Spec
@@ -204,6 +205,9 @@ class Node:
             raise AutodiffError(f"backward: {operator.name} is not differentiable")
         grad = grads[0] if len(grads) == 1 else grads
         results = operator.backward(plan, saved, grad, self.wanted)
+        if not plan.backward_checked:
+            check_backward(plan, results, self.wanted)
+            plan.backward_checked = True
         for number, parent in enumerate(self.parents):
             if parent is not None:
                 node, slot = parent
