@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import resource
 import subprocess
@@ -54,6 +55,21 @@ def test_the_help_of_train_lists_every_key():
         assert flag in helped.stdout
 
 
+def test_the_help_of_generate_can_be_read():
+    helped = tparmpi("generate", "--help")
+    assert helped.returncode == 0
+    assert "text to go on from (a line break)" in helped.stdout
+
+
+def test_help_into_a_pipe_that_is_closed_is_quiet():
+    program = [sys.executable, "-m", "tparmpi", "train", "--help"]
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run(program, stdout=write, stderr=subprocess.PIPE, timeout=60)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
 def test_every_command_says_what_it_does():
     for command in cli.COMMANDS.values():
         assert command.SUMMARY in tparmpi("--help").stdout
@@ -68,6 +84,8 @@ def test_every_command_says_what_it_does():
         (["train", "--step=3"], "--step"),
         (["train", "--steps=three"], "three"),
         (["generate"], "RUN"),
+        (["train", "--run="], "--run"),
+        (["generate", ""], "RUN"),
         (["generate", "nowhere", "--max-tokens=many"], "many"),
     ],
 )

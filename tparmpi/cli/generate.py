@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import os
 import sys
+from functools import partial
+
+from tparmpi.cli.parser import folder
+from tparmpi.train import output
 
 SUMMARY = "print text from a run's newest checkpoint"
 
@@ -15,8 +21,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Continues a prompt with the newest checkpoint of a run, on any number of "
         "ranks, whatever number it was trained on; each gives the same text."
     )
-    parser.add_argument("run", metavar="RUN", help="run folder")
-    parser.add_argument("--prompt", default="\n", help="text to go on from")
+    parser.add_argument("run", metavar="RUN", type=folder, help="run folder")
+    parser.add_argument(
+        "--prompt", default="\n", help="text to go on from (a line break)"
+    )
     parser.add_argument(
         "--max-tokens",
         type=int,
@@ -44,19 +52,27 @@ def run(arguments: argparse.Namespace) -> int:
     from pathlib import Path
 
     from tparmpi import comm
+    from tparmpi.train import sources
     from tparmpi.train.generate import Sampling, generate
+    from tparmpi.train.ranks import from_rank_zero
 
-    text = ""
-    for piece in generate(
+    from_rank_zero(lambda: sources.check_environment(os.environ))
+    pieces = generate(
         Path(arguments.run),
         arguments.prompt,
         Sampling(arguments.max_tokens, arguments.temperature, arguments.seed),
-    ):
-        text += piece
-        if comm.world().rank == 0 and not arguments.json:
-            sys.stdout.write(piece)
-            sys.stdout.flush()
+    )
+    if not arguments.json:
+        for piece in itertools.chain(pieces, ["\n"]):
+            # All ranks end when nobody reads on.
+            if not from_rank_zero(partial(output.write, sys.stdout, piece)):
+                break
+        return 0
+    line = {
+        "run": arguments.run,
+        "prompt": arguments.prompt,
+        "text": "".join(pieces),
+    }
     if comm.world().rank == 0:
-        line = {"run": arguments.run, "prompt": arguments.prompt, "text": text}
-        print(json.dumps(line) if arguments.json else "", flush=True)
+        output.write(sys.stdout, json.dumps(line) + "\n")
     return 0

@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from typing import Any, NoReturn
 
 from tparmpi.comm.launcher import launched
 from tparmpi.errors import UsageError
+from tparmpi.train import output
+
+
+def folder(text: str) -> str:
+    """An argument that names a folder. Local."""
+    if not text:
+        raise argparse.ArgumentTypeError("the name of the folder is empty")
+    return text
 
 
 class Parser(argparse.ArgumentParser):
@@ -18,5 +27,5 @@ class Parser(argparse.ArgumentParser):
 
     def _print_message(self, message: str, file: Any = None) -> None:
         # MPI does not run yet, and help need not wait for it.
-        if launched().rank == 0:
-            super()._print_message(message, file)
+        if launched().rank == 0 and message:
+            output.write(file or sys.stderr, message)

@@ -8,6 +8,9 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
+from tparmpi.cli.parser import folder
+from tparmpi.train import output
+
 if TYPE_CHECKING:
     from tparmpi.train.config import RunConfig
 
@@ -44,7 +47,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="give a key of the configuration, model.n_layer=4; may be repeated",
     )
     parser.add_argument(
-        "--run", default="runs/default", metavar="DIR", help="run folder (%(default)s)"
+        "--run",
+        type=folder,
+        default="runs/default",
+        metavar="DIR",
+        help="run folder (%(default)s)",
     )
     parser.add_argument("--tp", type=int, help="short for --set parallel.tp=N")
     parser.add_argument("--dp", type=int, help="short for --set parallel.dp=N")
@@ -76,12 +83,12 @@ def run(arguments: argparse.Namespace) -> int:
         )
         signals.ignore()
     if arguments.json and comm.world().rank == 0:
-        print(json.dumps(outcome.as_dict()), flush=True)
+        output.write(sys.stdout, json.dumps(outcome.as_dict()) + "\n")
     return os.EX_TEMPFAIL if outcome.stopped else os.EX_OK
 
 
 def _resolve(arguments: argparse.Namespace) -> RunConfig:
-    from tparmpi.errors import UsageError
+    from tparmpi.errors import UsageError, reason
     from tparmpi.train import sources
 
     toml = None
@@ -91,7 +98,8 @@ def _resolve(arguments: argparse.Namespace) -> RunConfig:
                 toml = file.read()
         except (OSError, UnicodeDecodeError) as error:
             raise UsageError(
-                f"cannot read the configuration {arguments.config}: {error}"
+                f"cannot read the configuration {os.path.abspath(arguments.config)}: "
+                f"{reason(error)}"
             ) from error
     given = {name: getattr(arguments, flag[2:]) for name, flag in _FLAGS.items()}
     return sources.resolve(

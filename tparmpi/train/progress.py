@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from typing import TextIO
 
+from tparmpi.train import output
+
 LINE_SECONDS = 5.0
 _SMOOTHING = 0.05
 
@@ -44,7 +46,10 @@ class Reporter:
 
 
 class Lines(Reporter):
-    """A line for the first and the last step, and one about every `LINE_SECONDS`."""
+    """A line for the first and the last step, and one about every `LINE_SECONDS`.
+
+    If nobody reads them any more the run goes on unseen.
+    """
 
     def __init__(self, stream: TextIO) -> None:
         super().__init__()
@@ -53,7 +58,7 @@ class Lines(Reporter):
 
     def say(self, text: str) -> None:
         """Print a line. Local."""
-        print(text, file=self._stream, flush=True)
+        output.write(self._stream, f"{text}\n")
 
     def _show(self, step: int, loss: float, rest: str) -> None:
         now = time.monotonic()
