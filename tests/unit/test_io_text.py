@@ -74,6 +74,8 @@ def test_windows_of_a_short_text_stay_inside_it(length):
 def test_a_text_shorter_than_a_sample_is_refused():
     with pytest.raises(DataError, match=r"8 bytes, one sample needs 9 .*smaller"):
         Windows(np.zeros(8, np.uint8), 8)
+    with pytest.raises(DataError, match="has 1 byte, one sample needs 2"):
+        Windows(np.zeros(1, np.uint8), 1)
 
 
 @pytest.mark.parametrize("fraction", [0.05, 0.5, 0.01])
@@ -116,13 +118,18 @@ def test_a_glob_and_a_file_with_glob_characters(tmp_path):
 @pytest.mark.parametrize(
     ("source", "words"),
     [
-        ("nothing.txt", "there is no file or folder .*nothing.txt"),
-        ("*.nothing", "no file matches"),
-        (".", "holds no text file"),
+        ("nothing.txt", "there is no file or folder /.*/nothing.txt; give"),
+        ("*.nothing", r"no file matches /.*/\*.nothing; .* current directory"),
+        (".", "the folder /.* holds no text file"),
+        ("empty.txt", "^/.*/empty.txt is empty; give a text"),
+        ("*.txt", r"^/.*/\*.txt is empty, all 2 files of it"),
     ],
 )
 def test_missing_text_is_named(tmp_path, monkeypatch, source, words):
     monkeypatch.chdir(tmp_path)
+    if source.endswith(".txt"):
+        (tmp_path / "empty.txt").touch()
+        (tmp_path / "void.txt").touch()
     with pytest.raises(DataError, match=words):
         read_text(source)
 
@@ -178,7 +185,15 @@ def test_validation_batches_cover_each_window_once(tmp_path):
 def test_text_data_names_what_is_too_short(tmp_path):
     path = tmp_path / "short"
     path.write_text("x" * 200)
-    with pytest.raises(DataError, match=r"the part of .*short held out"):
+    held = r"/short held out .*\(5 % of 200 bytes\) has 10 bytes, one sample needs 65"
+    with pytest.raises(DataError, match=held):
         TextData(path, 64)
+    with pytest.raises(DataError, match=r"what is left of .*/short .* has 20 bytes"):
+        TextData(path, 64, 0.9)
+    with pytest.raises(DataError, match="/short has 200 bytes, one sample needs 257"):
+        TextData(path, 256)
+    (tmp_path / "one").write_text("x")
+    with pytest.raises(DataError, match=r"the validation text .*/one has 1 byte, one"):
+        TextData(path, 64, tmp_path / "one")
     with pytest.raises(DataError, match="at least 1 token"):
         TextData(path, 0)

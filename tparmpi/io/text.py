@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tparmpi.comm import world
-from tparmpi.errors import DataError
+from tparmpi.errors import DataError, counted
 
 Bytes = npt.NDArray[np.uint8]
 Indices = npt.NDArray[np.uint64]
@@ -77,17 +77,24 @@ class TextData:
     ) -> None:
         if seq_len < 1:
             raise DataError(f"a sample needs at least 1 token, seq_len is {seq_len}")
-        text = _read_on_rank_zero(source)
+        text, size = _read_on_rank_zero(source)
+        place = _place_of(source)
+        name = f"the text {place}"
         if validation is None or isinstance(validation, (int, float)):
             fraction = DEFAULT_HELD_OUT if validation is None else float(validation)
             train, held_out = hold_out(text, fraction)
-            where = f"the part of {source} held out (fraction {fraction:g})"
+            share = f"{100 * fraction:.3g} % of {counted(size, 'byte')}"
+            held_name = f"the part of {place} held out for validation ({share})"
+            held_size = len(held_out)
+            if size > seq_len:
+                name, size = f"what is left of {place} to train on", len(train)
         else:
-            train, held_out = text, _read_on_rank_zero(validation)
-            where = f"the validation text {validation}"
+            train = text
+            held_out, held_size = _read_on_rank_zero(validation)
+            held_name = f"the validation text {_place_of(validation)}"
         self.seq_len = seq_len
-        self.train = Windows(train, seq_len, f"the training text {source}")
-        self.validation = Windows(held_out, seq_len, where)
+        self.train = Windows(train, seq_len, name, size)
+        self.validation = Windows(held_out, seq_len, held_name, held_size)
 
     @property
     def digest(self) -> str:
@@ -153,12 +160,19 @@ class Windows:
         The text is shorter than one sample.
     """
 
-    def __init__(self, tokens: Bytes, seq_len: int, name: str = "the text") -> None:
+    def __init__(
+        self,
+        tokens: Bytes,
+        seq_len: int,
+        name: str = "the text",
+        size: int | None = None,
+    ) -> None:
         if len(tokens) < seq_len + 1:
+            size = len(tokens) if size is None else size
             raise DataError(
-                f"{name} has {len(tokens)} bytes, one sample needs {seq_len + 1} "
-                f"(seq_len {seq_len} and its target); give more text or a smaller "
-                "model.seq_len"
+                f"{name} has {counted(size, 'byte')}, one sample needs {seq_len + 1:,} "
+                "(model.seq_len and the byte that follows); give more text or a "
+                "smaller model.seq_len"
             )
         self.tokens = tokens
         self.seq_len = seq_len
@@ -290,17 +304,23 @@ def text_files(source: str | Path) -> list[Path]:
         found = [p for p in _below(path, _hidden) if not _hidden(p.name)]
         found = [p for p in found if not _binary(p)]
         if not found:
-            raise DataError(f"the folder {source} holds no text file")
+            raise DataError(
+                f"the folder {_place_of(source)} holds no text file (hidden and binary "
+                "ones do not count); give a file, another folder or a glob"
+            )
         return found
     matches = (Path(name) for name in glob.glob(str(path), recursive=True))
     found = sorted((p for p in matches if p.is_file()), key=lambda p: p.parts)
     if found:
         return found
     if glob.has_magic(str(path)):
-        raise DataError(f"no file matches {source}")
+        raise DataError(
+            f"no file matches {_place_of(source)}; * stands for a part of one name, ** "
+            "for any folders, and a relative path counts from the current directory"
+        )
     raise DataError(
-        f"there is no file or folder {source}; data is a file, a folder, a glob or "
-        "'stdlib'"
+        f"there is no file or folder {_place_of(source)}; give a text file, a folder, "
+        "a glob or 'stdlib'"
     )
 
 
@@ -310,31 +330,53 @@ def read_text(source: str | Path) -> Bytes:
     Raises
     ------
     DataError
-        Nothing is there, or a file cannot be read.
+        Nothing is there, a file cannot be read, or there is no byte in any.
     """
+    return _joined(source)[0]
+
+
+def _joined(source: str | Path) -> tuple[Bytes, int]:
+    """The byte tokens, and how many bytes the files themselves have."""
     pieces = []
     for path in text_files(source):
         try:
             pieces.append(path.read_bytes())
         except OSError as error:
             raise DataError(f"cannot read {path}: {error.strerror}") from error
-    return np.frombuffer(b"".join(p + SEPARATOR for p in pieces), dtype=np.uint8)
+    size = sum(map(len, pieces))
+    if size == 0:
+        alone = len(pieces) == 1
+        raise DataError(
+            f"{_place_of(path if alone else source)} is empty"
+            f"{'' if alone else f', all {len(pieces)} files of it'}; give a text"
+        )
+    text = b"".join(piece + SEPARATOR for piece in pieces)
+    return np.frombuffer(text, dtype=np.uint8), size
 
 
-def _read_on_rank_zero(source: str | Path) -> Bytes:
+def _place_of(source: str | Path) -> str:
+    """How a message names a source: by its absolute path."""
+    if str(source) == "stdlib":
+        return "stdlib"
+    return str(Path(source).expanduser().absolute())
+
+
+def _read_on_rank_zero(source: str | Path) -> tuple[Bytes, int]:
+    """Every rank's copy of the tokens, and the bytes that the files have."""
     everyone = world()
     text: Bytes | None = None
+    size = 0
     problem: str | None = None
     if everyone.rank == 0:
         try:
-            text = read_text(source)
+            text, size = _joined(source)
         except DataError as error:
             problem = str(error)
-    problem = everyone.broadcast_object(problem)
+    problem, size = everyone.broadcast_object((problem, size))
     if problem is not None:
         raise DataError(problem)
     tokens: Bytes = everyone.broadcast(text)
-    return tokens
+    return tokens, size
 
 
 def _stdlib_files() -> list[Path]:
