@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -25,24 +27,30 @@ def sentence(finished) -> str:
     ("options", "code", "words"),
     [
         (["--set=model.nlayer=4"], USAGE, ["model.nlayer", "model.n_layer"]),
-        (["missing.toml"], USAGE, ["missing.toml"]),
+        (["missing.toml"], USAGE, ["/missing.toml: No such file"]),
+        (["outside.toml"], USAGE, ["'n_layer' in outside.toml", "'model.n_layer'"]),
+        (["--run="], USAGE, ["--run", "empty"]),
         (["--steps=many"], USAGE, ["--steps", "many"]),
-        (["--tp=3"], USAGE, ["3", "2"]),
+        (["--tp=3"], USAGE, ["tp=3 is for 3 ranks but there are 2"]),
         (
             ["--set=model.n_head=1", "--set=model.d_model=8", "--tp=2"],
             USAGE,
             ["1", "2"],
         ),
         (["--set=model.n_head=5"], USAGE, ["24", "5"]),
-        (["--data=no_such_file.txt"], FAILED, ["no_such_file.txt"]),
-        (["--data=short.txt"], FAILED, ["short.txt"]),
-        (["--data=empty"], FAILED, ["empty"]),
+        (["--data=no_such_file.txt"], FAILED, ["/no_such_file.txt; give a text"]),
+        (["--data=*.nothing"], FAILED, ["no file matches", "/*.nothing; "]),
+        (["--data=short.txt"], FAILED, ["/short.txt has 9 bytes", "needs 17"]),
+        (["--data=empty.txt"], FAILED, ["/empty.txt is empty"]),
+        (["--data=empty"], FAILED, ["/empty holds no text file"]),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else None,
 )
 def test_refused_once_on_two_ranks(tmp_path, options, code, words):
     (tmp_path / "short.txt").write_text("too short")
     (tmp_path / "empty").mkdir()
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / "outside.toml").write_text("n_layer = 2\n")
     refused = run(
         tparmpi(2, "train", *SMALL, "--run=run", *options), cwd=tmp_path, limit=30
     )
@@ -51,6 +59,19 @@ def test_refused_once_on_two_ranks(tmp_path, options, code, words):
     for word in words:
         assert word in text
     assert not (tmp_path / "run").exists()
+
+
+def test_a_misspelt_variable_is_refused_once(tmp_path):
+    for command in (["train", *SMALL], ["generate", "run"]):
+        refused = run(
+            tparmpi(2, *command),
+            cwd=tmp_path,
+            limit=30,
+            env={"TPARMPI_TRIAN_STEPS": "5"},
+        )
+        assert refused.code == USAGE
+        for word in ("'TPARMPI_TRIAN_STEPS'", "'TPARMPI_TRAIN_STEPS'"):
+            assert word in sentence(refused)
 
 
 def test_an_unknown_command_is_refused_once(tmp_path):
@@ -133,11 +154,75 @@ def test_a_disk_that_is_full(tmp_path, text, rank, room, words):
     limited = [sys.executable, "-c", SMALL_DISK, str(rank), str(room)]
     full = run([*mpirun(2), *limited, *options, "--steps=6"], cwd=tmp_path, limit=30)
     assert full.code == FAILED, full.err
-    assert words in sentence(full)
+    for word in (words, "ile too large; make room", "the same command resumes"):
+        assert word in sentence(full)
     assert saved(tmp_path / "run") == before
     again = run(tparmpi(2, *options, "--steps=6"), cwd=tmp_path)
     assert again.code == 0, again.err
     assert [step for step, _ in losses(tmp_path / "run")] == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_damaged_checkpoint_is_not_passed_over(tmp_path, text, ranks):
+    options = ["train", *SMALL, "--run=run", f"--data={text}", "--steps=4"]
+    often = ["--set=checkpoint.every=1", "--set=checkpoint.keep=0"]
+    done = run(tparmpi(1, *options, *often), cwd=tmp_path)
+    assert done.code == 0, done.err
+    assert "step 3: saved run/checkpoints/step-00000003\n" in done.out
+    folder = tmp_path / "run" / "checkpoints"
+    for step in (3, 4):
+        (data,) = (folder / f"step-{step:08}").glob("data-*.h5")
+        os.truncate(data, data.stat().st_size // 2)
+    damaged = [Path("run", "checkpoints", f"step-{step:08}") for step in (4, 3)]
+    for command, aim in ((options, "resume"), (["generate", "run"], "generate")):
+        refused = run(tparmpi(ranks, *command), cwd=tmp_path, limit=30)
+        assert refused.code == FAILED
+        end = f"move away {damaged[0]} and {damaged[1]} to {aim} from step 2"
+        assert sentence(refused).endswith(end)
+    for path in damaged:
+        shutil.rmtree(tmp_path / path)
+    again = run(tparmpi(ranks, *options), cwd=tmp_path)
+    assert again.code == 0, again.err
+    assert "resuming after step 2" in again.out
+
+
+def test_numbers_that_run_away(tmp_path, text):
+    options = ["--set=train.lr=1e30", "--set=train.warmup=0", "--set=train.grad_clip=0"]
+    ended = run(
+        tparmpi(2, "train", *SMALL, "--run=run", f"--data={text}", *options),
+        cwd=tmp_path,
+    )
+    assert ended.code == FAILED
+    assert "train.lr" in sentence(ended)
+    assert ended.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", ["train", "generate"])
+def test_a_pipe_that_nobody_reads_on(tmp_path, text, command):
+    options = ["train", *SMALL, "--run=run", f"--data={text}"]
+    assert run(tparmpi(1, *options, "--steps=3"), cwd=tmp_path).code == 0
+    more = {"train": [*options, "--steps=300"], "generate": ["generate", "run"]}
+    program = [sys.executable, "-m", "tparmpi", *more[command]]
+    with started(program, cwd=tmp_path) as job:
+        assert job.stdout.read(1)
+        job.stdout.close()
+        err = job.stderr.read()
+        assert (job.wait(60), err) == (0, "")
+    steps = 300 if command == "train" else 3
+    assert losses(tmp_path / "run")[-1][0] == steps
+
+
+def test_more_microbatches_than_rows(tmp_path, text):
+    options = ["--dp=2", "--set=parallel.microbatches=4", "--steps=2"]
+    done = run(
+        tparmpi(2, "train", *SMALL, "--run=run", f"--data={text}", *options),
+        cwd=tmp_path,
+    )
+    assert done.code == 0, done.err
+    assert (
+        "parallel.microbatches is 4 but no rank has more than 3 rows of a batch: "
+        "1 of the microbatches always empty"
+    ) in done.out
 
 
 def saved(run_folder: Path) -> dict[Path, bytes]:

@@ -124,7 +124,9 @@ class TrainSection:
     batch_size: int = _key(16, "samples in each global batch", at_least=1)
     lr: float = _key(2e-3, "peak learning rate", above=0.0)
     lr_schedule: str = _key(
-        "cosine", "learning rate after the warm-up", choices=("cosine", "constant")
+        "cosine",
+        "learning rate after the warm-up: cosine (down to a tenth) or constant",
+        choices=("cosine", "constant"),
     )
     warmup: int = _key(100, "steps of linear warm-up", at_least=0)
     weight_decay: float = _key(0.1, "decoupled weight decay", at_least=0.0)

@@ -12,9 +12,9 @@ import numpy as np
 import tparmpi as tpm
 from tparmpi import backend, comm
 from tparmpi.errors import RunFolderError, UsageError
-from tparmpi.io import checkpoint
 from tparmpi.train.layout import choose_layout
 from tparmpi.train.model import build_model
+from tparmpi.train.newest import load_newest
 from tparmpi.train.ranks import from_rank_zero
 from tparmpi.train.run_folder import RunFolder
 
@@ -81,13 +81,13 @@ def generate(path: Path, prompt: str, sampling: Sampling) -> Iterator[str]:
         raise UsageError("--prompt is empty: give at least one character to go on from")
     folder = RunFolder(path)
     config = from_rank_zero(folder.read_config)
-    newest = checkpoint.latest(folder.checkpoints)
-    if newest is None:
-        raise RunFolderError(f"{path} has no checkpoint yet: train it first")
     layout = choose_layout(comm.world().size, config.model.n_head, tp=None, dp=None)
     mesh = tpm.mesh(dp=layout.dp, tp=layout.tp)
     model = build_model(config, mesh)
-    checkpoint.load(newest, model)
+    if load_newest(folder.checkpoints, model, aim="generate") is None:
+        raise RunFolderError(
+            f"{path} has no checkpoint yet: give `tparmpi train` the time to save one"
+        )
     model.eval()
 
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tparmpi.errors import UsageError
+from tparmpi.errors import UsageError, counted
 from tparmpi.sharding.chunks import chunk
 
 
@@ -35,8 +35,10 @@ def choose_layout(ranks: int, n_head: int, *, tp: int | None, dp: int | None) ->
     if ranks % product or (tp and dp and product != ranks):
         axes = " * ".join(f"{axis}={size}" for axis, size in given.items() if size)
         raise UsageError(
-            f"the layout {axes} is for {product} ranks but there are {ranks}: start "
-            f"{product} ranks, or leave an axis out so that it takes what is left"
+            f"the layout {axes} is for {counted(product, 'rank')} but there "
+            f"{'is' if ranks == 1 else 'are'} {ranks}: start "
+            f"{counted(product, 'rank')}, or leave an axis out so that it takes what "
+            "is left"
         )
     if tp is None and dp is None:
         tp = ranks if n_head >= ranks else 1

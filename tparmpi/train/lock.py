@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from tparmpi.errors import RunFolderError
+from tparmpi.errors import RunFolderError, reason
 
 HEARTBEAT_SECONDS = 15.0
 STALE_SECONDS = 180.0
@@ -96,7 +96,10 @@ class Lock:
             while not (_link(mine, path) or _take_over(path, mine, me, note)):
                 pass
         except OSError as error:
-            raise RunFolderError(f"cannot lock {path.parent}: {error}") from error
+            raise RunFolderError(
+                f"cannot lock {path.parent}: {reason(error)}; make room or mend the "
+                "folder, or give another with --run"
+            ) from error
         finally:
             mine.unlink(missing_ok=True)
         return cls(path, me)

@@ -14,16 +14,24 @@ import numpy as np
 
 import tparmpi as tpm
 from tparmpi import comm
-from tparmpi.errors import RunFolderError, TparmpiError, UsageError
+from tparmpi.errors import (
+    CheckpointError,
+    RunFolderError,
+    TparmpiError,
+    UsageError,
+    counted,
+)
 from tparmpi.io import checkpoint
 from tparmpi.io.text import TextData
 from tparmpi.optim import AdamW, clip_norm, schedules
 from tparmpi.parallel import reduce_gradients
+from tparmpi.sharding.chunks import chunk_sizes
 from tparmpi.train.config import RunConfig
 from tparmpi.train.layout import Layout, Rows, choose_layout, microbatch_rows
 from tparmpi.train.lock import Lock
 from tparmpi.train.metrics import MetricsFile
 from tparmpi.train.model import build_model
+from tparmpi.train.newest import load_newest
 from tparmpi.train.progress import Reporter, reporter
 from tparmpi.train.ranks import Boundary, from_rank_zero
 from tparmpi.train.run_folder import RunFolder
@@ -137,6 +145,7 @@ class Training:
         self._began = time.monotonic()
         self._step = self._saved = 0
         self._evaluated = -1
+        self._complete = False
         self._loss: float | None = None
         self._val_loss: float | None = None
         self._metrics: MetricsFile | None = None
@@ -164,11 +173,13 @@ class Training:
         """
         self._folder = folder
         self._held = held
-        newest = checkpoint.latest(folder.checkpoints)
-        if newest is None:
+        report = load_newest(
+            folder.checkpoints, self._model, self._optimizer, aim="resume"
+        )
+        if report is None:
             self._model.initialize(self._config.train.seed)
         else:
-            self._resume(newest)
+            self._resume(report)
         recorded = from_rank_zero(self._open_files)
         self._evaluated, self._loss, self._val_loss = recorded
 
@@ -176,14 +187,16 @@ class Training:
         """Do the steps that are left."""
         config = self._config.train
         self._introduce()
-        if self._is_due(config.eval_every):
-            self._evaluate()
-        while self._step < config.steps and not self._boundary.stop:
-            self._advance()
-            if self._is_due(config.eval_every) and not self._boundary.stop:
+        # A run whose numbers run away is told so in a sentence of its own.
+        with np.errstate(all="ignore"):
+            if self._is_due(config.eval_every):
                 self._evaluate()
-            if self._is_due(self._config.checkpoint.every) or self._boundary.stop:
-                self._save()
+            while self._step < config.steps and not self._boundary.stop:
+                self._advance()
+                if self._is_due(config.eval_every) and not self._boundary.stop:
+                    self._evaluate()
+                if self._is_due(self._config.checkpoint.every) or self._boundary.stop:
+                    self._save()
         return self._conclude()
 
     def close(self) -> None:
@@ -194,6 +207,11 @@ class Training:
     def _is_due(self, every: int) -> bool:
         last = self._step >= self._config.train.steps
         return last or (every > 0 and self._step > 0 and self._step % every == 0)
+
+    def _is_complete(self) -> bool:
+        """Whether every step was done and the last one validated."""
+        steps = self._config.train.steps
+        return self._step >= steps and self._evaluated >= self._step
 
     def _advance(self) -> None:
         """One optimizer step."""
@@ -320,19 +338,26 @@ class Training:
         self._boundary.meet()
         from_rank_zero(self._before_save)
         config = self._config
-        checkpoint.save(
-            checkpoint.step_path(self._folder.checkpoints, self._step),
-            self._model,
-            self._optimizer,
-            step=self._step,
-            seed=config.train.seed,
-            position=self._step * config.train.batch_size,
-            extra={"text": self._text},
-        )
+        path = checkpoint.step_path(self._folder.checkpoints, self._step)
+        try:
+            checkpoint.save(
+                path,
+                self._model,
+                self._optimizer,
+                step=self._step,
+                seed=config.train.seed,
+                position=self._step * config.train.batch_size,
+                extra={"text": self._text},
+            )
+        except CheckpointError as error:
+            how = f"resumes after step {self._saved}" if self._saved else "begins anew"
+            raise CheckpointError(
+                f"{error}; make room or mend the folder, then the same command {how}"
+            ) from error
         self._saved = self._step
         if config.checkpoint.keep:
             checkpoint.prune(self._folder.checkpoints, config.checkpoint.keep)
-        self._show.say(f"step {self._step}: saved {self._folder.path}")
+        self._show.say(f"step {self._step}: saved {path}")
 
     def _before_save(self) -> None:
         if not all(lock.is_held() for lock in self._held):
@@ -343,8 +368,7 @@ class Training:
         if self._metrics is not None:
             self._metrics.sync()
 
-    def _resume(self, newest: Path) -> None:
-        report = checkpoint.load(newest, self._model, self._optimizer)
+    def _resume(self, report: checkpoint.LoadReport) -> None:
         if report.extra.get("text") != self._text:
             raise UsageError(
                 f"the text of data.train ({self._config.data.train}) or its validation "
@@ -361,28 +385,39 @@ class Training:
 
     def _introduce(self) -> None:
         config = self._config
-        ranks = comm.world().size
         size = sum(parameter.size for parameter in self._parameters)
         self._show.say(
-            f"{config.model.kind} with {size:,} parameters on {ranks} "
-            f"{'rank' if ranks == 1 else 'ranks'} ({self._mesh.kind}, {self._layout}), "
-            f"text {config.data.train}, run folder {self._folder.path}"
+            f"{config.model.kind} with {counted(size, 'parameter')} on "
+            f"{counted(comm.world().size, 'rank')} ({self._mesh.kind}, {self._layout}),"
+            f" text {config.data.train}, run folder {self._folder.path}"
         )
-        if self._step:
+        self._complete = self._is_complete()
+        if self._step and not self._complete:
             self._show.say(f"resuming after step {self._step}")
+        most = chunk_sizes(config.train.batch_size, self._layout.dp)[0]
+        empty = config.parallel.microbatches - most
+        if empty > 0:
+            self._show.say(
+                f"parallel.microbatches is {config.parallel.microbatches} but no rank "
+                f"has more than {counted(most, 'row')} of a batch: "
+                f"{empty} of the microbatches always empty"
+            )
         self._show.start(self._step, config.train.steps)
 
     def _conclude(self) -> Outcome:
         steps = self._config.train.steps
-        done = self._step >= steps and self._evaluated >= self._step
+        done = self._is_complete()
         self._boundary.meet()
         seconds = time.monotonic() - self._began
-        if done:
-            self._show.say(f"done: {self._step} steps in {self._folder.path}")
+        path, taken = self._folder.path, counted(self._step, "step")
+        if self._complete:
+            self._show.say(f"{path} already has {taken}, nothing to do")
+        elif done:
+            self._show.say(f"done: {taken} in {path}")
         else:
             self._show.say(
                 f"stopped after step {self._step} of {steps}, saved in "
-                f"{self._folder.path}: the same command resumes"
+                f"{path}: the same command resumes"
             )
         return Outcome(
             run=str(self._folder.path),

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tparmpi.errors import RunFolderError
+from tparmpi.errors import RunFolderError, reason
 
 
 class MetricsFile:
@@ -48,7 +48,7 @@ class MetricsFile:
                 end = offset
             os.ftruncate(self._file, end)
         except OSError as error:
-            raise RunFolderError(f"cannot open {path}: {error}") from error
+            raise RunFolderError(f"cannot open {path}: {reason(error)}") from error
 
     def write(self, step: int, **values: Any) -> None:
         """Append one line; numbers that are not finite are written as null. Local.
@@ -69,18 +69,24 @@ class MetricsFile:
             while data:
                 data = data[os.write(self._file, data) :]
         except OSError as error:
-            raise RunFolderError(f"cannot write {self.path}: {error}") from error
+            raise self._refusal(error) from error
 
     def sync(self) -> None:
         """Have everything on the disk, before a checkpoint that relies on it. Local."""
         try:
             os.fsync(self._file)
         except OSError as error:
-            raise RunFolderError(f"cannot write {self.path}: {error}") from error
+            raise self._refusal(error) from error
 
     def close(self) -> None:
         """Close the file. Local."""
         os.close(self._file)
+
+    def _refusal(self, error: OSError) -> RunFolderError:
+        return RunFolderError(
+            f"cannot write {self.path}: {reason(error)}; make room or mend the folder, "
+            "then the same command resumes from the newest checkpoint"
+        )
 
 
 def read(path: Path) -> list[dict[str, Any]]:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from tparmpi.errors import RunFolderError, UsageError
+from tparmpi.errors import RunFolderError, UsageError, reason
 from tparmpi.io import publish
 from tparmpi.train import sources
 from tparmpi.train.config import RunConfig, check_resumable
@@ -58,8 +58,8 @@ class RunFolder:
             self.checkpoints.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise RunFolderError(
-                f"cannot make the run folder {self.path}: {error}; give another "
-                "with --run"
+                f"cannot make the run folder {self.path}: {reason(error)}; give "
+                "another with --run"
             ) from error
         lock = Lock.take(self.lock, note)
         try:
@@ -93,10 +93,14 @@ class RunFolder:
             return sources.resolve(toml=text, toml_name=str(self.config))
         except FileNotFoundError as error:
             raise RunFolderError(
-                f"{self.path} is no run folder: it has no config.toml"
+                f"{self.path.absolute()} is no run folder: it has no config.toml; give "
+                "the one that `tparmpi train` wrote, the value of its --run"
             ) from error
         except (OSError, UnicodeDecodeError, UsageError) as error:
-            raise RunFolderError(f"cannot read {self.config}: {error}") from error
+            raise RunFolderError(
+                f"cannot read {self.config}: {reason(error)}; bring it back from a "
+                "copy, or begin another run with --run"
+            ) from error
 
 
 def _replace(path: Path, text: str) -> None:
@@ -109,4 +113,7 @@ def _replace(path: Path, text: str) -> None:
             os.fsync(file.fileno())
         new.replace(path)
     except OSError as error:
-        raise RunFolderError(f"cannot write {path}: {error}") from error
+        raise RunFolderError(
+            f"cannot write {path}: {reason(error)}; make room or mend the folder, then "
+            "give the same command again"
+        ) from error

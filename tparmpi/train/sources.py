@@ -85,10 +85,10 @@ def check_environment(environment: Mapping[str, str]) -> None:
     keys = tuple(key.variable for key in KEYS.values())
     known = (*sorted(_ELSEWHERE), *keys)
     for variable in environment:
-        if variable.startswith(ENVIRONMENT_PREFIX) and variable not in _INTERNAL:
-            if variable not in known:
-                message = _unknown(variable, known, "the environment", "variable")
-                raise UsageError(f"{message}; set that, or unset it")
+        ours = variable.startswith(ENVIRONMENT_PREFIX)
+        if ours and variable not in _INTERNAL.union(known):
+            message = _unknown(variable, known, "the environment", "variable")
+            raise UsageError(f"{message}; set that, or unset it")
 
 
 def to_toml(config: RunConfig) -> str:
