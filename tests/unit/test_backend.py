@@ -30,7 +30,7 @@ def test_a_missing_cupy_names_the_extra(monkeypatch):
     from tparmpi.backend import cupy_backend
 
     monkeypatch.setitem(sys.modules, "cupy", None)
-    with pytest.raises(DeviceError, match=r"tparmpi\[gpu\]"):
+    with pytest.raises(DeviceError, match=r"'\.\[gpu\]'"):
         cupy_backend.CupyBackend()
 
 

@@ -84,6 +84,8 @@ def test_initial_values_depend_on_seed_and_name_only(place):
 
 def test_a_parameter_has_no_values_before_it_is_given_some(place):
     model = Pair(place)
+    with pytest.raises(tpm.UsageError, match=r"parameter of shape \(2,\) has no val"):
+        _ = model.rest[2].bias.local
     model.assign_paths()
     with pytest.raises(tpm.UsageError, match=r"'rest.2.bias' has no values yet"):
         _ = model.rest[2].bias.local

@@ -53,7 +53,8 @@ class CupyBackend(Backend):
             import cupy
         except ImportError as error:
             raise DeviceError(
-                "a cuda device needs CuPy; install it with: pip install 'tparmpi[gpu]'"
+                "a cuda device needs CuPy; in a checkout of tparmpi, pip install "
+                "'.[gpu]' brings it"
             ) from error
         self.xp = cupy
 

@@ -94,6 +94,11 @@ class Parameter(Tensor):
             self.require_grad()
 
     @property
+    def described(self) -> str:
+        """How messages call it: by its name, or its shape while it has none."""
+        return f"'{self.name}'" if self.name else f"of shape {self.shape}"
+
+    @property
     def array(self) -> Any:
         """This rank's block, writable, for the library's own use.
 
@@ -104,7 +109,7 @@ class Parameter(Tensor):
         """
         if self._array is None:
             raise UsageError(
-                f"parameter '{self.name}' has no values yet; call "
+                f"parameter {self.described} has no values yet; call "
                 "model.initialize(seed) or load a checkpoint"
             )
         return self._array

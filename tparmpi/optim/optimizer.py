@@ -37,7 +37,8 @@ class Optimizer(ABC):
     Raises
     ------
     UsageError
-        If a name or a parameter stands twice, or a rate is negative.
+        If a parameter comes without a name, a name or a parameter stands twice, or a
+        rate is negative.
     """
 
     def __init__(
@@ -48,6 +49,11 @@ class Optimizer(ABC):
         moments: tuple[str, ...],
     ) -> None:
         named = list(named_parameters)
+        if any(isinstance(item, Parameter) for item in named):
+            raise UsageError(
+                "optimizer: each parameter must come with its name, since the state is "
+                "saved under it; give model.named_parameters(), not model.parameters()"
+            )
         self.parameters = dict(named)
         distinct = {id(parameter) for _, parameter in named}
         if not len(named) == len(self.parameters) == len(distinct):
@@ -134,9 +140,11 @@ def settled_gradient(parameter: Parameter) -> Any:
     for axis, size in enumerate(place.shape):
         if size > 1 and gradient.layout[axis] != parameter.layout[axis]:
             raise AutodiffError(
-                f"the gradient of '{parameter.name}' is {gradient.layout[axis]!r} on "
-                f"axis '{place.axes[axis]}', where the parameter is "
-                f"{parameter.layout[axis]!r}; call reduce_gradients(parameters) first"
+                f"the gradient of {parameter.described} is "
+                f"{gradient.layout[axis]!r} on axis '{place.axes[axis]}', where the "
+                f"parameter is {parameter.layout[axis]!r}; call "
+                "tpm.parallel.reduce_gradients(model.parameters()) between backward() "
+                "and this"
             )
     return gradient.array
 
