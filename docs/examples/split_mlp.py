@@ -18,6 +18,7 @@ with tpm.ledger() as ledger:
     calls_before = ledger.count()
     y = y.with_sharding(tpm.Replicate())
 
+total = y.numpy().sum()  # collective: on every rank, never under `if rank == 0`
 if group.rank == 0:
-    print(f"{group.size} ranks, the sum of all elements is {y.numpy().sum():.6f}")
+    print(f"{group.size} ranks, the sum of all elements is {total:.6f}")
     print(f"collectives: {calls_before} up to the product, {ledger.count()} in all")

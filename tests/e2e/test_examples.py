@@ -12,10 +12,11 @@ from tests.e2e.launch import mpirun, run
 EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
 
 
-def output_of(name: str, ranks: int, folder: Path) -> list[str]:
+def output_of(name: str, ranks: int, folder: Path, *arguments: str) -> list[str]:
     """Run an example and return the lines it prints; one rank without a launcher."""
     launcher = mpirun(ranks) if ranks > 1 else []
-    finished = run([*launcher, sys.executable, EXAMPLES / name], cwd=folder)
+    program = [sys.executable, EXAMPLES / name, *arguments]
+    finished = run([*launcher, *program], cwd=folder)
     assert finished.code == 0, finished.err
     assert finished.err == ""
     return finished.out.splitlines()
@@ -35,3 +36,13 @@ def test_own_operator(ranks: int, tmp_path: Path) -> None:
     assert output_of("own_operator.py", ranks, tmp_path) == [
         f"square has the right gradient in every layout on {ranks} ranks"
     ]
+
+
+@pytest.mark.parametrize(("ranks", "dp"), [(1, 1), (3, 1), (3, 3), (4, 2)])
+def test_own_model(ranks: int, dp: int, tmp_path: Path) -> None:
+    *steps, last = output_of("own_model.py", ranks, tmp_path, str(dp))
+    assert last == "the loaded model gives the same numbers"
+    losses = [float(line.split()[3].rstrip(",")) for line in steps]
+    # The model learns, and the same on every layout, to the digits printed.
+    assert losses == pytest.approx([0.7064, 0.1755, 0.1672, 0.0179], abs=2e-4)
+    assert (tmp_path / "own_model" / "index.h5").exists()
