@@ -99,6 +99,7 @@ def test_a_finished_run_ends_at_once(uninterrupted, text):
     assert (uninterrupted / "metrics.jsonl").read_bytes() == before
     outcome = json.loads(again.out.splitlines()[-1])
     assert (outcome["step"], outcome["stopped"]) == (STEPS, False)
+    assert f"run already has {STEPS} steps, nothing to do" in again.err
     assert outcome["loss"] == losses(uninterrupted)[-1][1]
     assert outcome["val_loss"] == evaluations(uninterrupted)[-1][1]
 
