@@ -207,6 +207,68 @@ def test_a_regathered_operand_is_not_kept(group):
     check_gradient(function, arrays, group, [(REPLICATE,), (Shard(0),)])
 
 
+def test_a_regathered_operand_may_be_moved_once_more(group):
+def test_a_users_operator_that_returns_nonsense_is_told(
+    group, forward, backward, words
+):
+
+    def function(x, weight):
+        return x * weight.with_sharding(Replicate(), regather=True)
+
+    arrays = [columns(8, 8), columns(8, 8)]
+    check_gradient(function, arrays, group, [(Shard(0),), (Shard(1),)])
+
+    def product(x, weight):
+        return x @ weight.with_sharding(Replicate(), regather=True)
+
+    check_gradient(product, arrays, group, [(Shard(1),), (Shard(0),)])
+
+
+def test_many_gradients_of_a_tensor_without_dims_are_all_added(group):
+    s = tpm.tensor(np.array(2.0), group.autodiff()).require_grad()
+    (s * 1.0 + s * 10.0 + s * 100.0 + s * 1000.0).backward()
+    assert s.grad.item() == 1111
+    for _ in range(4):
+        (s * 1.0).backward()
+    assert s.grad.item() == 1115
+    x = tpm.tensor(columns(4), group.autodiff()).require_grad()
+    loss = (x * x).sum()
+    (loss + loss * 2.0 + loss * 3.0).backward()
+    np.testing.assert_allclose(x.grad.numpy(), 12 * columns(4), rtol=1e-14)
+
+
+def test_a_write_is_seen_through_views(group):
+    w = tpm.tensor(columns(2, 3), group.autodiff()).require_grad()
+    x = tpm.tensor(columns(3, 2), group.autodiff()).require_grad()
+    for view in (lambda: w.reshape((3, 2)), lambda: w.transpose()):
+        with tpm.no_grad():
+            seen = view()
+        loss = (x * seen).sum()
+        w.write_local(np.zeros((2, 3)))
+        with pytest.raises(tpm.AutodiffError, match="was written to"):
+            loss.backward()
+
+
+def test_no_grad_holds_for_redistributions(group):
+    w = tpm.tensor(columns(4, 4), group.autodiff()).require_grad()
+    with tpm.no_grad():
+        assert not w.with_sharding(Shard(1)).requires_grad
+    assert w.with_sharding(Shard(1)).requires_grad
+
+
+def test_a_refused_backward_changes_no_gradient(group):
+    x = tpm.tensor(columns(4), group.autodiff()).require_grad()
+    u = tpm.tensor(columns(4), group.autodiff()).require_grad()
+    hidden = x.gelu()
+    hidden.sum().backward()
+    before = x.grad.numpy()
+    for _ in range(2):
+        with pytest.raises(tpm.AutodiffError, match="used by an earlier backward"):
+            ((hidden * 2.0) + u).sum().backward()
+    assert u.grad is None
+    np.testing.assert_array_equal(x.grad.numpy(), before)
+
+
 def test_megatron_mlp_communicates_once_each_way(group):
     """Columns then rows, then a norm whose gradient is needed whole."""
     autodiff = group.autodiff()

@@ -51,6 +51,63 @@ def test_a_tensor_copies_its_array_and_keeps_the_dtype():
     np.testing.assert_array_equal(tensor.numpy(), [0, 1, 2, 3])
 
 
+def test_dtypes_are_promoted_as_numpy_does():
+    """The dtype is that of the data on every member, with blocks or without."""
+    group = tpm.group(tpm.devices())
+    ints = np.array([3, 5, 6], np.int32)
+    small = np.array([1.5, 2.5, 3.5], np.float32)
+    wide = np.array([0.5, 0.25, 2.0])
+    for layout in all_layouts(1, partial=False):
+
+        def at(array, layout=layout):
+            return laid_out(array, group, layout)
+
+        for made, expected in [
+            (at(ints) / 2, ints / 2),
+            (at(ints) * 0.5, ints * 0.5),
+            (at(ints) * 2, ints * 2),
+            (at(ints) + 0.5, ints + 0.5),
+            (at(ints).sum(), ints.sum()),
+            (at(ints).mean(), ints.mean()),
+            (at(ints > 4).sum(), (ints > 4).sum()),
+            (at(small) + at(wide), small + wide),
+            (at(small) * 2.0, small * 2.0),
+            (at(small) @ at(wide), small @ wide),
+            (at(ints).gelu(), at(ints.astype(float)).gelu().numpy()),
+            (at(ints).softmax(0), at(ints.astype(float)).softmax(0).numpy()),
+        ]:
+            assert made.dtype == expected.dtype == made.local.dtype
+            np.testing.assert_allclose(made.numpy(), expected, rtol=1e-6)
+    rows = np.arange(12, dtype=np.float32).reshape(3, 4) ** 2
+    x = laid_out(rows, group, (Shard(0),))
+    one, zero = tpm.tensor(np.ones(4), group), tpm.tensor(np.zeros(4), group)
+    normed = tpm.layer_norm(x, one, zero)
+    assert normed.dtype == normed.local.dtype == np.float64
+    reference = (rows - rows.mean(1, keepdims=True)) / rows.std(1, keepdims=True)
+    np.testing.assert_allclose(normed.numpy(), reference, rtol=1e-5)
+    linear = tpm.linear(
+        x, laid_out(rows.T, group), tpm.tensor(wide, group), "ab,bc->ac"
+    )
+    assert linear.dtype == linear.local.dtype == np.float64
+
+
+def test_halves_are_summed_in_float32():
+    group = tpm.group(tpm.devices())
+    ones = np.ones(100_000, np.float16)
+    for layout in all_layouts(1, partial=False):
+        assert laid_out(ones, group, layout).mean().item() == 1
+
+
+def test_byte_order_is_the_machines():
+    group = tpm.group(tpm.devices())
+    tensor = tpm.tensor(np.arange(4.0).astype(">f8"), group)
+    assert tensor.dtype == np.dtype("=f8") == tensor.local.dtype
+    np.testing.assert_array_equal(tensor.numpy(), np.arange(4.0))
+    big = np.arange(4.0).astype(">f8")
+    block = tpm.from_local(big, group, Replicate(), shape=(4,))
+    np.testing.assert_array_equal(block.numpy(), np.arange(4.0))
+
+
 def test_local_is_read_only():
     (*_, group) = groups()
     tensor = tpm.tensor(np.arange(4.0), group)
@@ -108,6 +165,7 @@ def test_an_axis_of_one_member_communicates_nothing():
             lambda t: tpm.cross_entropy(t, tpm.tensor(np.array([0, -1, 2]), t.device)),
             "id -1 is outside the vocabulary of 5",
         ),
+        (lambda t: tpm.tensor(np.ones(2, np.int8), t.device) + 300, "does not fit"),
         (lambda t: tpm.embedding(t, t), "ids must be integers, they are float64"),
         (lambda t: t.with_sharding(Shard("x")), "names no dim"),
         (lambda t: tpm.tensor(np.ones(2), "cpu"), "'cpu' is no place for a tensor"),

@@ -26,6 +26,14 @@ def _sum_to(plan: Plan, grad: Any, operand: int) -> Any:
     return grad.sum(axis=axes).reshape(shape)
 
 
+def floating(
+    operands: Sequence[np.dtype[Any]], attributes: dict[str, Any]
+) -> np.dtype[Any]:
+    """Return the dtype of a function of real numbers: integers become float64."""
+    dtype = np.result_type(*operands)
+    return np.dtype(np.float64) if dtype.kind in "biu" else dtype
+
+
 @operator("... + ...->...", additive=True)
 def add(plan: Plan, a: Any, b: Any) -> Any:
     """Return ``a + b``, broadcast as NumPy does."""
@@ -79,7 +87,7 @@ def _(plan: Plan, saved: Any, grad: Any, wanted: tuple[bool, ...]) -> Any:
     return (grad * saved,)
 
 
-@operator("...->...")
+@operator("...->...", dtype=floating)
 def gelu(plan: Plan, x: Any) -> Any:
     """Return the Gaussian error linear unit of `x` in its tanh form.
 
@@ -113,7 +121,7 @@ def _cast_linear(
     return (0,) if wide else ()
 
 
-@operator(_cast_rule, name="cast", linear=_cast_linear, dtype=_cast_dtype)
+@operator(_cast_rule, name="cast", linear=_cast_linear, dtype=_cast_dtype, cast=False)
 def _cast(plan: Plan, x: Any) -> Any:
     """Return `x` converted to the attribute `dtype`."""
     return x.astype(plan.attributes["dtype"]), None
@@ -130,11 +138,14 @@ def cast(x: Tensor, dtype: Any) -> Tensor:
 
     A sum that is pending is reduced before it is rounded to a narrower type.
     """
-    result: Tensor = _cast(x, dtype=dtypes.dtype(dtype))
+    target = dtypes.dtype(dtype)
+    if target == x.dtype:
+        return x
+    result: Tensor = _cast(x, dtype=target)
     return result
 
 
-@operator("...->...", name="dropout", linear=(0,))
+@operator("...->...", name="dropout", linear=(0,), dtype=floating)
 def _dropout(
     plan: Plan, x: Any, *, key: tuple[int, int], p: float, rows: int | None
 ) -> Any:

@@ -90,7 +90,8 @@ def _matrix(
 def _product(plan: Plan, rule: str, arrays: Sequence[Any]) -> Any:
     if len(arrays) == 2:
         return contract(plan.xp, rule, *arrays)
-    return plan.xp.einsum(rule, *arrays, optimize=True)
+    # A copy, since of one operand NumPy may return a view.
+    return plan.xp.array(plan.xp.einsum(rule, *arrays, optimize=True))
 
 
 def _product_gradient(

@@ -6,6 +6,7 @@ import string
 from typing import Any
 
 from tparmpi.errors import UsageError
+from tparmpi.ops.arithmetic import floating
 from tparmpi.ops.reductions import normalize_dims
 from tparmpi.tensors import Plan, Tensor, method, operator
 
@@ -16,7 +17,7 @@ def _softmax_rule(x: tuple[int, ...], *, dim: int) -> str:
     return f"{marked}->{marked}"
 
 
-@operator(_softmax_rule, name="softmax")
+@operator(_softmax_rule, name="softmax", dtype=floating)
 def _softmax(plan: Plan, x: Any) -> Any:
     """Return the softmax of `x` along the attribute `dim`."""
     dim = plan.attributes["dim"]
@@ -60,7 +61,7 @@ def softmax(x: Tensor, dim: int = -1) -> Tensor:
     return result
 
 
-@operator("...[d],[d],[d]->...[d]")
+@operator("...[d],[d],[d]->...[d]", dtype=floating)
 def layer_norm(plan: Plan, x: Any, gain: Any, bias: Any, *, eps: float = 1e-5) -> Any:
     """Return `x` with mean 0 and variance 1 over its last dim, times gain, plus bias.
 
@@ -88,7 +89,7 @@ def _attention_rule(
     return "b[t]h[e],b[s]h[e],b[s]h[f]->b[t]h[f]"
 
 
-@operator(_attention_rule)
+@operator(_attention_rule, dtype=floating)
 def attention(plan: Plan, q: Any, k: Any, v: Any, *, scale: float | None = None) -> Any:
     """Return ``softmax(scale q k^T) v`` for each batch row and head.
 
@@ -137,7 +138,7 @@ def _check_ids(name: str, ids: Any, size: int) -> None:
         )
 
 
-@operator("vd,...->...d", linear=(0,), dtype=lambda dtypes, _: dtypes[0])
+@operator("vd,...->...d", linear=(0,), dtype=lambda dtypes, _: dtypes[0], cast=False)
 def embedding(plan: Plan, table: Any, ids: Any) -> Any:
     """Return the rows of `table` that `ids` name.
 
@@ -166,7 +167,7 @@ def _(plan: Plan, saved: Any, grad: Any, wanted: tuple[bool, ...]) -> Any:
     return dtable, None
 
 
-@operator("...{v},...->...", dtype=lambda dtypes, _: dtypes[0])
+@operator("...{v},...->...", dtype=lambda dtypes, _: dtypes[0], cast=False)
 def cross_entropy(plan: Plan, logits: Any, targets: Any) -> Any:
     """Return ``logsumexp(logits) - logits[target]`` for each position, in nats.
 
@@ -188,6 +189,10 @@ def cross_entropy(plan: Plan, logits: Any, targets: Any) -> Any:
         If a target is outside the vocabulary.
     """
     _check_ids("cross_entropy", targets, plan.factors["v"].size)
+    if logits.dtype.kind in "biu":
+        raise UsageError(
+            f"cross_entropy: logits must be floating, they are {logits.dtype}"
+        )
     backend, xp = plan.backend, plan.xp
     first = plan.factors["v"].offset
     peak = plan.combine("v", backend.xent_local_max(logits), "max")

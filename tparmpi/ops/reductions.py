@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import string
+from collections.abc import Sequence
 from math import prod
 from typing import Any
 
+import numpy as np
+
+from tparmpi.backend import dtypes
 from tparmpi.errors import ShapeError
+from tparmpi.ops.arithmetic import cast
 from tparmpi.tensors import Plan, Tensor, method, operator
 
 
@@ -21,11 +26,26 @@ def _sum_rule(
     return f"{letters}->{kept}"
 
 
-@operator(_sum_rule, name="sum", linear=(0,))
+def _sum_dtype(
+    operands: Sequence[np.dtype[Any]], attributes: dict[str, Any]
+) -> np.dtype[Any]:
+    """Narrow integers are summed in the widest, as NumPy does."""
+    (dtype,) = operands
+    if dtype.kind in "bi":
+        return np.result_type(dtype, np.int64)
+    return np.result_type(dtype, np.uint64) if dtype.kind == "u" else dtype
+
+
+@operator(_sum_rule, name="sum", linear=(0,), dtype=_sum_dtype, cast=False)
 def _sum(plan: Plan, x: Any) -> Any:
     """Return the sum of `x` over the attribute `dims`."""
-    attributes = plan.attributes
-    return x.sum(axis=attributes["dims"], keepdims=attributes["keepdims"]), None
+    attributes, dtype = plan.attributes, plan.outputs[0].dtype
+    total = x.sum(
+        axis=attributes["dims"],
+        keepdims=attributes["keepdims"],
+        dtype=dtypes.accumulation_dtype(dtype),
+    )
+    return total.astype(dtype, copy=False), None
 
 
 @_sum.define_backward
@@ -70,7 +90,9 @@ def mean(
         raise ShapeError(
             f"mean: a tensor of shape {x.shape} has no elements over {dim}"
         )
-    return sum(x, dims, keepdims) / count
+    wide = cast(x, dtypes.accumulation_dtype(x.dtype))
+    result = sum(wide, dims, keepdims) / count
+    return cast(result, x.dtype) if x.dtype.kind not in "biu" else result
 
 
 def normalize_dims(
@@ -79,7 +101,7 @@ def normalize_dims(
     """Return `dim` as sorted numbers from 0; all dims for None."""
     if dim is None:
         return tuple(range(x.ndim))
-    dims = dim if isinstance(dim, tuple) else (dim,)
+    dims = tuple(dim) if isinstance(dim, tuple | list) else (dim,)
     for i in dims:
         if not -x.ndim <= i < x.ndim:
             raise ShapeError(f"{name}: a tensor of shape {x.shape} has no dim {i}")

@@ -54,7 +54,7 @@ def _written(shape: tuple[int, ...], factors: list[tuple[int, int, str]]) -> str
     return text
 
 
-@operator(_reshape_rule, name="reshape", linear=(0,))
+@operator(_reshape_rule, name="reshape", linear=(0,), view=True)
 def _reshape(plan: Plan, x: Any) -> Any:
     """Return `x` with the same elements in the attribute `shape`."""
     return x.reshape(plan.outputs[0].local_shape), None
@@ -102,7 +102,7 @@ def _transpose_rule(x: tuple[int, ...], *, dims: tuple[int, ...]) -> str:
     return f"{letters}->{''.join(letters[i] for i in dims)}"
 
 
-@operator(_transpose_rule, name="transpose", linear=(0,))
+@operator(_transpose_rule, name="transpose", linear=(0,), view=True)
 def _transpose(plan: Plan, x: Any) -> Any:
     """Return `x` with its dims in the order of the attribute `dims`."""
     return x.transpose(plan.attributes["dims"]), None
@@ -146,7 +146,7 @@ def _split_rule(
     return f"{marked}->{','.join(outputs)}", dict(zip(parts, sizes, strict=False))
 
 
-@operator(_split_rule, name="split", linear=(0,))
+@operator(_split_rule, name="split", linear=(0,), view=True)
 def _split(plan: Plan, x: Any) -> Any:
     """Return pieces of `x` along the attribute `dim`, of the attribute `sizes`."""
     ends = list(accumulate(plan.attributes["sizes"]))

@@ -42,8 +42,9 @@ def tensor(array: Any, place: Place, dtype: Any = None) -> Tensor:
         raise UsageError(
             f"tensor: an array of {host.dtype} is no array of numbers; convert it first"
         )
+    native = host.dtype.newbyteorder("=")
     shape = tuple(int(n) for n in host.shape)
-    spec = spec_of(inner, shape, np.dtype(host.dtype), replicated(len(inner.shape)))
+    spec = spec_of(inner, shape, native, replicated(len(inner.shape)))
     if not inner.is_member:
         return Tensor(spec, MetaArray(shape, spec.dtype), place, cell=[0])
     result = Tensor(spec, None, place, cell=[0])
@@ -85,7 +86,7 @@ def from_local(
     inner = plain_place("from_local", place)
     base = replicated(len(inner.shape))
     ndim = len(shape) if shape is not None else np.ndim(array)
-    dtype = np.dtype(array.dtype)
+    dtype = np.dtype(array.dtype).newbyteorder("=")
     layout = requested_layout("from_local", inner, ndim, base, sharding, by_axis)
     if shape is None:
         shape = _global_shape(tuple(array.shape), inner, layout)
@@ -100,7 +101,7 @@ def from_local(
         )
     result = Tensor(spec, None, place, cell=[0])
     if isinstance(array, np.ndarray):
-        result._host = np.array(array, order="C")
+        result._host = np.array(array, dtype=dtype, order="C")
     else:
         result._array = array.copy()
     return result

@@ -66,6 +66,8 @@ def _run(
         for number, route in enumerate(plan.routes):
             if route is not None:
                 arrays[number] = follow(arrays[number], operands[number].spec, route)
+    if plan.casts:
+        arrays = [array.astype(plan.outputs[0].dtype, copy=False) for array in arrays]
     made = operator.forward(plan, *arrays, **scalars)
     current.operator = ""
     if not plan.forward_checked:
@@ -85,10 +87,11 @@ def _run(
     else:
         if not device.is_autodiff:
             device = _device_of(operands)
+    cell = operands[0].cell if operator.view else None
     if len(plan.outputs) == 1:
-        return Tensor(plan.outputs[0], outputs, device, node, 0)
+        return Tensor(plan.outputs[0], outputs, device, node, 0, cell)
     return tuple(
-        Tensor(spec, array, device, node, number)
+        Tensor(spec, array, device, node, number, cell)
         for number, (spec, array) in enumerate(zip(plan.outputs, outputs, strict=True))
     )
 
@@ -111,9 +114,11 @@ def _record(
     plan: Plan, saved: Any, operands: Sequence[Tensor], arrays: list[Any]
 ) -> Node:
     versions = [(o.cell, o.cell[0]) for o in operands if o.cell is not None]
-    for operand, array in zip(operands, arrays, strict=True):
+    for number, (operand, array) in enumerate(zip(operands, arrays, strict=True)):
         if operand.regather is not None:
-            saved = _without(saved, array, operand.regather)
+            kept = operand.regather
+            needed = plan.inputs[number].layout
+            saved = _without(saved, array, Regather(kept.array, kept.spec, needed))
     parents: tuple[tuple[Node | Leaf, int] | None, ...] = tuple(
         None if o.node is None else (o.node, o.slot) for o in operands
     )

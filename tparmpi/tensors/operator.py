@@ -46,6 +46,10 @@ class Operator:
     dtype
         Function of the operands' dtypes and the attributes that returns the outputs'
         dtype; by default NumPy's promotion.
+    cast
+        Whether operands of another dtype are cast to the outputs' first.
+    view
+        Whether outputs may share the memory of the only operand.
     """
 
     def __init__(
@@ -57,6 +61,8 @@ class Operator:
         linear: tuple[int, ...] | Callable[..., tuple[int, ...]] = (),
         additive: bool = False,
         dtype: Callable[..., np.dtype[Any]] | None = None,
+        cast: bool = True,
+        view: bool = False,
     ) -> None:
         self.name = name
         self.rules = rules
@@ -65,6 +71,8 @@ class Operator:
         self.linear = linear
         self.additive = additive
         self.dtype = dtype
+        self.cast = cast
+        self.view = view
         self.scalars = _keyword_defaults(forward)
         self.attributes = {} if isinstance(rules, str) else _keyword_defaults(rules)
         self.__doc__ = forward.__doc__
@@ -128,6 +136,8 @@ def operator(
     linear: tuple[int, ...] | Callable[..., tuple[int, ...]] = (),
     additive: bool = False,
     dtype: Callable[..., np.dtype[Any]] | None = None,
+    cast: bool = True,
+    view: bool = False,
 ) -> Callable[[Callable[..., Any]], Operator]:
     """Register the decorated forward function as an operator.
 
@@ -150,6 +160,8 @@ def operator(
             linear=linear,
             additive=additive,
             dtype=dtype,
+            cast=cast,
+            view=view,
         )
         if record.name in registry:
             raise UsageError(f"operator: there is already one named '{record.name}'")

@@ -65,6 +65,8 @@ class Plan:
         For each axis, whether a pending gradient passes through the backward.
     gathered
         Numbers of the operands that are gathered although nobody asked.
+    casts
+        Whether operands are cast to the outputs' dtype before the forward.
     forward_checked, backward_checked
         Whether what the operator's functions return was found to fit.
     """
@@ -105,6 +107,7 @@ class Plan:
         )
         self.moves = any(self.routes)
         dtype = _output_dtype(operator, dtypes, self.attributes)
+        self.casts = operator.cast and any(d != dtype for d in dtypes)
         self.outputs = tuple(
             spec_of(place, shape, dtype, layout)
             for shape, layout in zip(

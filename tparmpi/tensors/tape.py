@@ -9,7 +9,6 @@ operators is reduced once, whatever layouts they read it in.
 
 from __future__ import annotations
 
-import heapq
 from itertools import count
 from typing import Any
 
@@ -44,13 +43,15 @@ class Slot:
         """Add a gradient that lies in `layout`. Local."""
         if array.dtype != self.spec.dtype:
             array, owned = array.astype(self.spec.dtype), True
-        if not self.spec.shape:
-            owned = False  # NumPy's sums of arrays without dims are new scalars
         if layout not in self.sums:
             self.sums[layout] = (array, owned)
             return
         total, is_ours = self.sums[layout]
-        if is_ours:
+        if not self.spec.shape:
+            # NumPy's sums of arrays without dims are scalars, which nothing adds into.
+            xp = self.spec.place.backend.xp
+            self.sums[layout] = (xp.asarray(total + array), False)
+        elif is_ours:
             total += array
         elif owned:
             array += total
@@ -182,27 +183,38 @@ class Node:
         self.versions = versions
         self.slots = tuple(Slot(spec) for spec in plan.outputs)
 
-    def run_backward(self) -> None:
-        """Consume the gradients of the outputs; hand gradients to the parents."""
+    def check(self) -> None:
+        """Raise unless the backward of this call can run. Local.
+
+        Raises
+        ------
+        AutodiffError
+            If it has run, has none, or an operand was written to since.
+        """
         plan = self.plan
         if plan is None:
             raise AutodiffError(
                 "backward: this part of the tape was used by an earlier backward() and "
                 "is freed; run the forward again"
             )
-        for cell, version in self.versions:
-            if cell[0] != version:
-                raise AutodiffError(
-                    f"backward: an operand of {plan.operator.name} was written to "
-                    "after the forward used it; call backward() before the optimizer "
-                    "steps or weights are loaded"
-                )
+        if plan.operator.backward is None:
+            raise AutodiffError(f"backward: {plan.operator.name} is not differentiable")
+        if any(cell[0] != version for cell, version in self.versions):
+            raise AutodiffError(
+                f"backward: an operand of {plan.operator.name} was written to after "
+                "the forward used it; call backward() before the optimizer steps or "
+                "weights are loaded"
+            )
+
+    def run_backward(self) -> None:
+        """Consume the gradients of the outputs; hand gradients to the parents."""
+        plan = self.plan
+        assert plan is not None
         grads, pending = self._output_gradients(plan)
         saved = _fetch(self.saved)
         self.plan = self.saved = None
         operator = plan.operator
-        if operator.backward is None:
-            raise AutodiffError(f"backward: {operator.name} is not differentiable")
+        assert operator.backward is not None
         grad = grads[0] if len(grads) == 1 else grads
         results = operator.backward(plan, saved, grad, self.wanted)
         if not plan.backward_checked:
@@ -251,26 +263,36 @@ def _fetch(saved: Any) -> Any:
     return saved
 
 
-def run(root: Node | Leaf) -> None:
-    """Run the backward pass from `root`, whose slots hold the seed.
+def nodes_below(root: Node | Leaf) -> list[Node]:
+    """Return all calls that `root` was made from, itself included, latest first.
+
+    Local. Nothing is changed where one of them is refused.
+
+    Raises
+    ------
+    AutodiffError
+        See `Node.check`.
+    """
+    found: dict[int, Node] = {}
+    queue: list[Node | Leaf] = [root]
+    while queue:
+        node = queue.pop()
+        if isinstance(node, Node) and node.order not in found:
+            node.check()
+            found[node.order] = node
+            queue.extend(parent[0] for parent in node.parents if parent is not None)
+    return [found[order] for order in sorted(found, reverse=True)]
+
+
+def run(nodes: list[Node]) -> None:
+    """Run the backward pass over `nodes`, the first of which holds the seed.
 
     Collective over the places of the tensors on the tape.
     """
-    queue: list[tuple[int, Node]] = []
-    queued: set[int] = set()
-
-    def push(node: Node | Leaf) -> None:
-        if isinstance(node, Node) and node.order not in queued:
-            queued.add(node.order)
-            heapq.heappush(queue, (-node.order, node))
-
-    push(root)
-    while queue:
-        _, node = heapq.heappop(queue)
+    nodes.reverse()
+    while nodes:
+        node = nodes.pop()
         node.run_backward()
-        for parent in node.parents:
-            if parent is not None:
-                push(parent[0])
         node.parents = ()
 
 

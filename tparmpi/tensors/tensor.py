@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from tparmpi.backend import MetaArray
+from tparmpi.backend import MetaArray, dtypes
 from tparmpi.comm import Place
-from tparmpi.errors import AutodiffError, ShapeError, ShardingError
+from tparmpi.errors import AutodiffError, ShapeError, ShardingError, UsageError
 from tparmpi.sharding import REPLICATE, Layout, Placement, Shard, replicated
 from tparmpi.tensors import tape
 from tparmpi.tensors.redistribute import follow, route_to
@@ -231,9 +231,10 @@ class Tensor:
                 "lives on device.autodiff()"
             )
         layout = tuple(p if isinstance(p, Shard) else REPLICATE for p in self.layout)
+        nodes = tape.nodes_below(self.node)
         seed = tape.ones_like(self.spec.with_layout(layout))
         self.node.slots[self.slot].add(seed, layout, owned=True)
-        tape.run(self.node)
+        tape.run(nodes)
 
     def detach(self) -> Tensor:
         """Return the same values without their history. Local."""
@@ -291,7 +292,8 @@ class Tensor:
         spec = self.spec
         route = route_to(spec, layout)
         target = spec.with_layout(layout)
-        tensor = Tensor(target, None, self.device, self.node, self.slot, self.cell)
+        node = self.node if tape.mode.recording else None
+        tensor = Tensor(target, None, self.device, node, self.slot, self.cell)
         if self.is_shell:
             tensor._array = MetaArray(target.local_shape, target.dtype)
         elif self._host is not None and all(s.kind == "slice" for s in route.steps):
@@ -392,7 +394,7 @@ class Tensor:
 
     def __mul__(self, other: Any) -> Tensor:
         if isinstance(other, Number):
-            return _apply("scale", self, factor=other)
+            return _apply("scale", _fit_for(self, other), factor=other)
         return _binary("mul", self, other)
 
     __rmul__ = __mul__
@@ -400,7 +402,8 @@ class Tensor:
     def __truediv__(self, other: Any) -> Tensor:
         if not isinstance(other, Number):
             return NotImplemented
-        return _apply("scale", self, factor=1 / other)  # type: ignore[operator]
+        factor = 1 / other  # type: ignore[operator]
+        return _apply("scale", _fit_for(self, factor), factor=factor)
 
     def __neg__(self) -> Tensor:
         return _apply("scale", self, factor=-1)
@@ -451,9 +454,26 @@ def _constant(name: str, value: Any, like: Tensor) -> Tensor:
             "with tpm.tensor(array, group)"
         )
     place = like.spec.place
-    spec = spec_of(place, (), like.dtype, replicated(len(like.layout)))
+    dtype = dtypes.promote(like.dtype, value)
+    try:
+        host = np.asarray(value, dtype)
+    except OverflowError:
+        raise UsageError(
+            f"{name}: {value} does not fit into {dtype}; cast the tensor to a wider "
+            "dtype"
+        ) from None
+    spec = spec_of(place, (), dtype, replicated(len(like.layout)))
     if like.is_shell:
-        return Tensor(spec, MetaArray((), like.dtype), place)
+        return Tensor(spec, MetaArray((), dtype), place)
     tensor = Tensor(spec, None, place)
-    tensor._host = np.asarray(value, like.dtype)
+    tensor._host = host
     return tensor
+
+
+def _fit_for(tensor: Tensor, factor: Any) -> Tensor:
+    """`tensor`, cast where NumPy would give a product with `factor` another dtype."""
+    dtype = dtypes.promote(tensor.dtype, factor)
+    if dtype == tensor.dtype:
+        return tensor
+    result: Tensor = methods["cast"](tensor, dtype)
+    return result
