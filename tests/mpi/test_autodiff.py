@@ -208,9 +208,7 @@ def test_a_regathered_operand_is_not_kept(group):
 
 
 def test_a_regathered_operand_may_be_moved_once_more(group):
-def test_a_users_operator_that_returns_nonsense_is_told(
-    group, forward, backward, words
-):
+    """The operator slices or exchanges what was gathered; the backward does again."""
 
     def function(x, weight):
         return x * weight.with_sharding(Replicate(), regather=True)
