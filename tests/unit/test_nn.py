@@ -25,6 +25,21 @@ class Pair(nn.Module):
         return self.rest[2](self.rest[0](self.first(self.thin(x))))
 
 
+class Collections(nn.Module):
+    """Everything that can hold parameters and modules."""
+
+    def __init__(self, place: tpm.Device) -> None:
+        def one() -> nn.Parameter:
+            return nn.Parameter((2,), place)
+
+        self.md = {"x": nn.Linear(1, 1, place, bias=False), "n": 3, "p": one()}
+        self.ps = (one(), "text", one())
+        self.nested = [[one()], {"a": ([nn.LayerNorm(1, place)], {1: 2})}]
+        self.nested.append(self.nested)
+        self.plain = {1: [2], None: "three"}
+        self.again = [self.ps[0], self.md["x"]]
+
+
 @pytest.fixture
 def place() -> tpm.Device:
     return tpm.device()
@@ -51,6 +66,31 @@ def test_names_are_paths_and_shared_ones_count_once(place):
     assert model.initialize(0) is model
     assert model.first.path == "first" and model.first.weight.name == "scale"
     assert all(model.state_dict()[p.name] is p for p in model.parameters())
+
+
+def test_all_collections_are_walked(place):
+    model = Collections(place).initialize(0)
+    assert list(model.state_dict()) == [
+        "md.p",
+        "ps.0",
+        "ps.2",
+        "nested.0.0",
+        "md.x.weight",
+        "nested.1.a.0.0.gain",
+        "nested.1.a.0.0.bias",
+    ]
+    paths = [path for path, _ in model.named_modules()]
+    assert paths == ["", "md.x", "nested.1.a.0.0"]
+    assert all(p.name == name for name, p in model.named_parameters())
+    assert not model.eval().md["x"].training
+
+
+@pytest.mark.parametrize("key", [1, "", "a.b", "a/b", ("a",)])
+def test_a_key_that_cannot_be_part_of_a_name_is_refused(place, key):
+    model = nn.Module()
+    model.layers = [{key: [nn.Linear(1, 1, place)]}]
+    with pytest.raises(tpm.UsageError, match=r"of the dict at 'layers.0' cannot be"):
+        model.initialize(0)
 
 
 def test_kinds_and_initial_values(place):

@@ -64,6 +64,11 @@ def test_every_key_has_a_default_of_its_type_and_an_environment_name(name):
         assert key.limits.complaint(key.default) is None
 
 
+@pytest.mark.parametrize("name", [name for name in KEYS if KEYS[name].type is int])
+def test_every_whole_number_has_a_limit_that_can_be_recorded(name):
+    assert KEYS[name].limits.complaint(2**63).startswith("must be at most ")
+
+
 def test_the_written_file_gives_the_same_configuration():
     config = sources.resolve(
         settings=['data.validation=a "b".txt', "train.lr=1e-4", "parallel.tp=3"]
@@ -95,7 +100,26 @@ def test_the_written_file_gives_the_same_configuration():
             ["unknown key 'n_layer'", "'model.n_layer'", "[section]"],
         ),
         ({"toml": "steps = 1\n"}, ["unknown key 'steps'", "'train.steps'"]),
-        ({"toml": "model = 1\n"}, ["unknown key 'model'", "'model."]),
+        (
+            {"toml": "train = 3\n", "toml_name": "a.toml"},
+            ["train must be a table, a.toml gives 3", "[train]"],
+        ),
+        ({"toml": "[[model]]\n"}, ["model must be a table"]),
+        ({"toml": f"[train]\nseed = {'9' * 5000}\n"}, ["is not a TOML file"]),
+        (
+            {"settings": [f"train.seed={2**63}"]},
+            ["train.seed must be at most 9223372036854775807, --set gives 9223"],
+        ),
+        ({"settings": [f"train.steps={10**18}"]}, ["train.steps must be at most 999"]),
+        (
+            {"settings": [f"train.steps={2**32}", f"train.batch_size={2**31}"]},
+            ["train.steps (4294967296) times train.batch_size", "at most 9223"],
+        ),
+        (
+            {"flags": {"data.train": ("--data", "a\udcff.txt")}},
+            ["data.train must be UTF-8", "'a\\udcff.txt'"],
+        ),
+        ({"toml": '[data]\ntrain = "a\\u0000b"\n'}, ["null character"]),
         ({"toml": "steps = \n", "toml_name": "a.toml"}, ["a.toml is not a TOML"]),
         (
             {"environment": {"TPARMPI_TRAIN_STEP": "1"}},

@@ -32,6 +32,7 @@ def test_temperature_1_follows_the_odds():
 def test_a_low_temperature_sharpens_and_a_tiny_one_does_not_overflow():
     assert frequencies(0.5)[2] > 0.7
     assert frequencies(1e-300)[2] == 1.0
+    assert frequencies(1e-320)[2] == 1.0
 
 
 def test_a_choice_depends_on_seed_and_index_only():

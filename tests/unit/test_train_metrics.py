@@ -11,9 +11,13 @@ from tparmpi.errors import RunFolderError
 from tparmpi.train import metrics
 
 
+def opened(path, step=0, notes=None):
+    return metrics.MetricsFile(path, step, [].append if notes is None else notes.append)
+
+
 @pytest.fixture
 def path(tmp_path):
-    file = metrics.MetricsFile(tmp_path / "metrics.jsonl", 0)
+    file = opened(tmp_path / "metrics.jsonl")
     for step in range(1, 8):
         file.write(step, loss=step + 0.125)
         if step % 3 == 0:
@@ -34,7 +38,7 @@ def test_lines_come_back_as_written(path):
 )
 def test_a_resume_cuts_back_to_its_checkpoint(path, step, kept, evaluated):
     before = metrics.read(path)
-    file = metrics.MetricsFile(path, step)
+    file = opened(path, step)
     assert file.evaluated == evaluated
     assert file.loss == (min(step, 7) + 0.125 if step else None)
     assert file.val_loss == (evaluated + 0.5 if evaluated > 0 else None)
@@ -48,20 +52,70 @@ def test_a_line_that_a_kill_cut_short_is_dropped(path):
     with open(path, "ab") as file:
         file.write(b'{"step": 8, "lo')
     assert metrics.read(path) == before
-    metrics.MetricsFile(path, 100).close()
+    notes = []
+    opened(path, 100, notes).close()
     assert path.read_bytes().endswith(b"}\n")
     assert metrics.read(path) == before
+    assert notes == []
+
+
+DAMAGE = [
+    b"what\n",
+    b"\xff\n",
+    b"\n",
+    b"[]\n",
+    b'{"loss": 1}\n',
+    b'{"step": "x"}\n',
+    b'{"step": null}\n',
+    b'{"step": 2, "loss": "much"}\n',
+    b"[" * 100_000 + b"\n",
+]
+
+
+@pytest.mark.parametrize("damage", DAMAGE, ids=lambda damage: repr(damage[:12]))
+def test_a_damaged_line_takes_no_other_with_it(path, damage):
+    before, lines = metrics.read(path), path.read_bytes().splitlines(keepends=True)
+    lines[1] = damage
+    path.write_bytes(b"".join(lines))
+    notes = []
+    file = opened(path, 6, notes)
+    assert (file.loss, file.val_loss, file.evaluated) == (6.125, 6.5, 6)
+    file.write(7, loss=0.5)
+    file.close()
+    expected = [before[0], *before[2:8], {"step": 7, "loss": 0.5}]
+    assert metrics.read(path) == expected
+    assert len(path.read_bytes().splitlines()) == len(expected)
+    (aside,) = path.parent.glob("*.old-1")
+    assert aside.read_bytes() == b"".join(lines)
+    (note,) = notes
+    assert "damaged lines (2)" in note and str(aside) in note
+    opened(path, 7, notes).close()
+    assert len(notes) == 1
+
+
+def test_a_whole_run_is_never_cut_to_nothing(path):
+    for number in (1, 2):
+        before = path.read_bytes()
+        notes = []
+        file = opened(path, 0, notes)
+        assert (file.loss, file.val_loss, file.evaluated) == (None, None, -1)
+        file.write(1, loss=number)
+        file.close()
+        aside = path.with_name(f"metrics.jsonl.old-{number}")
+        assert aside.read_bytes() == before
+        assert metrics.read(path) == [{"step": 1, "loss": number}]
+        assert len(notes) == 1 and str(aside) in notes[0]
 
 
 def test_what_json_cannot_hold_becomes_null(tmp_path):
-    file = metrics.MetricsFile(tmp_path / "metrics.jsonl", 0)
+    file = opened(tmp_path / "metrics.jsonl")
     file.write(1, loss=float("nan"), lr=float("inf"))
     file.close()
     assert metrics.read(file.path) == [{"step": 1, "loss": None, "lr": None}]
 
 
 def test_a_full_disk_is_an_error_of_one_sentence(tmp_path, monkeypatch):
-    file = metrics.MetricsFile(tmp_path / "metrics.jsonl", 0)
+    file = opened(tmp_path / "metrics.jsonl")
 
     def full(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -75,4 +129,4 @@ def test_a_full_disk_is_an_error_of_one_sentence(tmp_path, monkeypatch):
 
 def test_a_folder_in_the_way_is_an_error(tmp_path):
     with pytest.raises(RunFolderError, match=str(tmp_path)):
-        metrics.MetricsFile(tmp_path, 0)
+        opened(tmp_path)

@@ -50,6 +50,62 @@ def test_a_terminal_gets_a_bar(monkeypatch):
         assert word in shown
 
 
+@pytest.mark.parametrize("terminal", ["dumb", "unknown"])
+def test_a_terminal_that_cannot_go_back_gets_lines(monkeypatch, terminal):
+    monkeypatch.setenv("TERM", terminal)
+    stream = Terminal()
+    show(progress.reporter(stream))
+    assert stream.getvalue().startswith("step 1/4  loss 1.0000")
+    assert "\x1b" not in stream.getvalue()
+
+
+class Failing(Terminal):
+    """A terminal that takes `room` texts."""
+
+    def __init__(self, error, room):
+        super().__init__()
+        self.error, self.room = error, room
+
+    def write(self, text):
+        self.room -= 1
+        if self.room < 0:
+            raise self.error
+        return len(text)
+
+
+@pytest.mark.parametrize("terminal", ["dumb", "xterm"])
+@pytest.mark.parametrize("room", [0, 2])
+@pytest.mark.parametrize(
+    "error", [BrokenPipeError(), OSError(28, "No space left"), ValueError("closed")]
+)
+def test_nothing_that_happens_to_the_stream_ends_a_run(
+    monkeypatch, terminal, room, error
+):
+    monkeypatch.setenv("TERM", terminal)
+    show(progress.reporter(Failing(error, room)))
+
+
+def test_no_stream_shows_nothing(capsys):
+    show(progress.reporter(None))
+    closed = io.StringIO()
+    closed.close()
+    show(progress.reporter(closed))
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("terminal", ["dumb", "xterm"])
+def test_what_the_encoding_lacks_is_escaped(monkeypatch, terminal):
+    monkeypatch.setenv("TERM", terminal)
+    raw = io.BytesIO()
+    stream = io.TextIOWrapper(raw, "ascii")
+    stream.isatty = lambda: True
+    reporter = progress.reporter(stream)
+    reporter.say("text \xe9\udcff")
+    show(reporter)
+    assert b"text \\xe9\\udcff" in raw.getvalue()
+    assert b"saved" in raw.getvalue()
+
+
 def test_other_ranks_show_nothing(capsys):
     show(progress.Reporter())
     assert capsys.readouterr() == ("", "")

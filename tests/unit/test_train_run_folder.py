@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import os
 import subprocess
@@ -209,6 +210,83 @@ def test_a_damaged_configuration_is_an_error(tmp_path, notes):
     with pytest.raises(RunFolderError, match=r"config\.toml"):
         folder.claim(RunConfig(), notes.append)
     assert not folder.lock.exists()
+
+
+MINE = "[model]\nn_layer = 1\n"
+
+
+@pytest.mark.parametrize(
+    ("holds", "named"),
+    [
+        ({"config.toml": MINE}, "config.toml"),
+        ({"config.toml": MINE, "checkpoints/model.pt": ""}, "config.toml"),
+        ({"config.toml": MINE, "metrics.jsonl": "", "lock": ""}, "config.toml"),
+        ({"metrics.jsonl": '{"epoch": 1}\n'}, "metrics.jsonl"),
+        ({"checkpoints/model.pt": ""}, "checkpoints"),
+        ({"checkpoints": ""}, "checkpoints"),
+        ({"notes.txt": "mine", ".hidden": ""}, "notes.txt"),
+    ],
+)
+def test_a_folder_of_something_else_is_left(tmp_path, notes, holds, named):
+    for name, text in holds.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(RunFolderError) as refused:
+        RunFolder(tmp_path).claim(RunConfig(), notes.append)
+    for word in (str(tmp_path), f"holds {named},", "--run"):
+        assert word in str(refused.value)
+    assert sorted(tmp_path.rglob("*")) == before
+    assert all((tmp_path / name).read_text() == text for name, text in holds.items())
+
+
+def test_a_copied_configuration_is_not_a_run(tmp_path, notes):
+    first, copy = RunFolder(tmp_path / "first"), RunFolder(tmp_path / "copy")
+    first.claim(RunConfig(), notes.append).release()
+    first.record(RunConfig())
+    copy.path.mkdir()
+    copy.config.write_bytes(first.config.read_bytes())
+    with pytest.raises(RunFolderError, match=r"holds config\.toml,"):
+        copy.claim(RunConfig(), notes.append)
+
+
+def test_a_start_that_ended_early_is_gone_on_from(tmp_path, notes):
+    folder = RunFolder(tmp_path)
+    (tmp_path / ".gitignore").touch()
+    folder.claim(RunConfig(), notes.append).release()
+    hold(folder.lock, pid=ended_process(), started="123")
+    (tmp_path / "config.toml.new").write_text("[mod")
+    (folder.checkpoints / "step-00000005.0123456789abcdef.tmp").mkdir()
+    folder.claim(RunConfig(), notes.append).release()
+
+
+def test_a_run_without_its_checkpoints_is_still_one(tmp_path, notes):
+    folder = RunFolder(tmp_path)
+    folder.claim(RunConfig(), notes.append).release()
+    folder.record(RunConfig())
+    folder.metrics.touch()
+    folder.checkpoints.rmdir()
+    folder.claim(RunConfig(), notes.append).release()
+
+
+def test_a_path_in_any_script_is_recorded(tmp_path, notes):
+    folder = RunFolder(tmp_path)
+    config = RunConfig().replace({"data.train": "\u6587.txt"}).resolved()
+    folder.claim(config, notes.append).release()
+    folder.record(config)
+    assert folder.read_config() == config
+
+
+def test_a_read_only_folder_is_told_so(tmp_path, notes, monkeypatch):
+    def refuse(*_, **__):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    lock = Lock.take(tmp_path / "held", notes.append)
+    for name in ("write_text", "unlink"):
+        monkeypatch.setattr(type(tmp_path), name, refuse)
+    with pytest.raises(RunFolderError, match="Read-only file system"):
+        Lock.take(tmp_path / "lock", notes.append)
+    lock.release()
 
 
 def test_a_folder_that_cannot_be_made_is_an_error(tmp_path, notes):

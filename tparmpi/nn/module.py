@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
+from tparmpi.errors import UsageError
 from tparmpi.nn.parameter import Parameter
 
 _Self = TypeVar("_Self", bound="Module")
 
 
 class Module:
-    """A part of a model: attributes hold parameters, modules, and lists of modules.
+    """A part of a model: attributes hold parameters, modules, and collections of both.
 
+    Collections are lists, tuples, and dicts with text for keys, nested as you like.
     Subclasses define ``forward``; calling the module calls it. Names are dotted paths
-    of attributes, such as ``"blocks.0.attn.q.weight"``. A module or parameter that is
-    reached on several paths counts once, under the first, in the order of assignment.
+    of attributes, positions and keys, such as ``"blocks.0.attn.q.weight"``. A module or
+    parameter that is reached on several paths counts once, under the first, in the
+    order of assignment.
 
     Attributes
     ----------
@@ -42,10 +45,10 @@ class Module:
         """Yield the path of each parameter and the parameter. Local."""
         seen: set[int] = set()
         for path, module in self.named_modules():
-            for key, value in vars(module).items():
+            for name, value in _held(vars(module), path):
                 if isinstance(value, Parameter) and id(value) not in seen:
                     seen.add(id(value))
-                    yield _join(path, key), value
+                    yield name, value
 
     def parameters(self) -> Iterator[Parameter]:
         """Yield each parameter once. Local."""
@@ -97,14 +100,45 @@ def _walk(module: Module, path: str, seen: set[int]) -> Iterator[tuple[str, Modu
         return
     seen.add(id(module))
     yield path, module
-    for key, value in vars(module).items():
+    for name, value in _held(vars(module), path):
         if isinstance(value, Module):
-            yield from _walk(value, _join(path, key), seen)
-        elif isinstance(value, list | tuple):
-            for number, item in enumerate(value):
-                if isinstance(item, Module):
-                    yield from _walk(item, _join(path, f"{key}.{number}"), seen)
+            yield from _walk(value, name, seen)
 
 
-def _join(path: str, key: str) -> str:
-    return f"{path}.{key}" if path else key
+def _held(
+    collection: Any, path: str, around: tuple[int, ...] = ()
+) -> Iterator[tuple[str, Module | Parameter]]:
+    """The modules and parameters in a collection and in those that it holds.
+
+    Raises
+    ------
+    UsageError
+        One has a key that cannot be part of a name.
+    """
+    if id(collection) in around:
+        return
+    around = (*around, id(collection))
+    items = collection.items() if isinstance(collection, dict) else None
+    for key, value in enumerate(collection) if items is None else items:
+        found: Iterable[tuple[str, Module | Parameter]]
+        if isinstance(value, Module | Parameter):
+            found = [(_join(path, key), value)]
+        elif isinstance(value, list | tuple | dict):
+            found = _held(value, _join(path, key), around)
+        else:
+            continue
+        for name, held in found:
+            if items is not None and not _is_part(key):
+                raise UsageError(
+                    f"the key {key!r} of the dict at '{path}' cannot be part of a "
+                    "parameter's name: give text without '.' and '/'"
+                )
+            yield name, held
+
+
+def _is_part(key: Any) -> bool:
+    return isinstance(key, str) and key != "" and not {".", "/"} & set(key)
+
+
+def _join(path: str, key: object) -> str:
+    return f"{path}.{key}" if path else str(key)

@@ -26,17 +26,22 @@ CONTENT = "content"
 """A resume may give another path, the text found there must be the same."""
 
 
+LARGEST = 2**63 - 1
+"""The largest whole number that a checkpoint and a TOML file hold."""
+
+
 def _key(
     default: Any,
     about: str,
     *,
     at_least: float | None = None,
+    at_most: float | None = None,
     above: float | None = None,
     below: float | None = None,
     choices: tuple[str, ...] | None = None,
     resume: str = SAME,
 ) -> Any:
-    limits = Limits(at_least, above, below, choices)
+    limits = Limits(at_least, at_most, above, below, choices)
     metadata = {"about": about, "limits": limits, "resume": resume}
     return dataclasses.field(default=default, metadata=metadata)
 
@@ -46,6 +51,7 @@ class Limits:
     """What a key's value may be, beyond its type."""
 
     at_least: float | None = None
+    at_most: float | None = None
     above: float | None = None
     below: float | None = None
     choices: tuple[str, ...] | None = None
@@ -54,12 +60,16 @@ class Limits:
         """What is wrong with `value`, as the end of a sentence, or None. Local."""
         if isinstance(value, float) and not math.isfinite(value):
             return "must be a finite number"
-        if value == "":
-            return "must not be empty"
+        if isinstance(value, str) and (wrong := _complaint_about_text(value)):
+            return wrong
         if self.choices is not None and value not in self.choices:
             return f"must be one of {', '.join(self.choices)}"
         if self.at_least is not None and value < self.at_least:
             return f"must be at least {self.at_least}"
+        if self.at_most is not None and value > self.at_most:
+            return f"must be at most {self.at_most}"
+        if isinstance(value, int) and value > LARGEST:
+            return f"must be at most {LARGEST}"
         if self.above is not None and value <= self.above:
             return f"must be more than {self.above}"
         if self.below is not None and value >= self.below:
@@ -67,12 +77,24 @@ class Limits:
         return None
 
 
+def _complaint_about_text(text: str) -> str | None:
+    if not text:
+        return "must not be empty"
+    if "\0" in text:
+        return "must not hold a null character"
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return "must be UTF-8, so that it can be recorded: give it another name"
+    return None
+
+
 @dataclass(frozen=True)
 class ModelSection:
     """The model: what is trained."""
 
     kind: str = _key("gpt", "kind of model")
-    n_layer: int = _key(4, "hidden layers", at_least=1)
+    n_layer: int = _key(4, "hidden layers", at_least=1, at_most=100_000)
     d_model: int = _key(128, "width of the residual stream", at_least=1)
     d_ff: int | None = _key(
         None, "width inside the MLP (default 4 * d_model)", at_least=1
@@ -112,7 +134,11 @@ class ParallelSection:
         None, "ranks that split the batch (default: the rest)", at_least=1, resume=FREE
     )
     microbatches: int = _key(
-        1, "pieces each batch is accumulated from", at_least=1, resume=FREE
+        1,
+        "pieces each batch is accumulated from",
+        at_least=1,
+        at_most=1_000_000,
+        resume=FREE,
     )
 
 
@@ -120,7 +146,9 @@ class ParallelSection:
 class TrainSection:
     """The optimization."""
 
-    steps: int = _key(2000, "optimizer steps in all", at_least=1, resume=FREE)
+    steps: int = _key(
+        2000, "optimizer steps in all", at_least=1, at_most=10**18 - 1, resume=FREE
+    )
     batch_size: int = _key(16, "samples in each global batch", at_least=1)
     lr: float = _key(2e-3, "peak learning rate", above=0.0)
     lr_schedule: str = _key(
@@ -246,6 +274,22 @@ def _keys() -> Iterator[Key]:
 KEYS: Mapping[str, Key] = {key.name: key for key in _keys()}
 """Every key by its dotted name, in the order of the sections."""
 SECTIONS: tuple[str, ...] = tuple(typing.get_type_hints(RunConfig))
+
+
+def check_samples(config: RunConfig) -> None:
+    """Refuse a run that would read more samples than can be counted. Local.
+
+    Raises
+    ------
+    UsageError
+        Naming both keys.
+    """
+    steps, batch_size = config.train.steps, config.train.batch_size
+    if steps * batch_size > LARGEST:
+        raise UsageError(
+            f"train.steps ({steps}) times train.batch_size ({batch_size}) must be at "
+            f"most {LARGEST}: give fewer of one"
+        )
 
 
 def check_resumable(asked: RunConfig, recorded: RunConfig, folder: str) -> None:

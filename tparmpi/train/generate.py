@@ -11,9 +11,9 @@ import numpy as np
 
 import tparmpi as tpm
 from tparmpi import backend, comm
-from tparmpi.errors import RunFolderError, UsageError
+from tparmpi.errors import CheckpointError, RunFolderError, UsageError
 from tparmpi.train.layout import choose_layout
-from tparmpi.train.model import build_model
+from tparmpi.train.model import build_model, memory_for
 from tparmpi.train.newest import load_newest
 from tparmpi.train.ranks import from_rank_zero
 from tparmpi.train.run_folder import RunFolder
@@ -54,7 +54,10 @@ class Sampling:
         """
         if self.temperature == 0.0:
             return int(np.argmax(logits))
-        scaled = (logits - logits.max()) / self.temperature
+        # A tiny temperature makes the unlikely ones infinitely so, which is what it
+        # shall do.
+        with np.errstate(over="ignore"):
+            scaled = (logits - logits.max()) / self.temperature
         cumulative = np.cumsum(np.exp(scaled))
         key = tpm.random.stream_key(self.seed, "generate")
         (drawn,) = backend.get("cpu").random_uniform(
@@ -73,6 +76,8 @@ def generate(path: Path, prompt: str, sampling: Sampling) -> Iterator[str]:
     ------
     RunFolderError
         There is no run, or it has no checkpoint yet.
+    CheckpointError
+        It cannot be loaded, or gives no finite numbers.
     UsageError
         An empty prompt.
     """
@@ -84,7 +89,9 @@ def generate(path: Path, prompt: str, sampling: Sampling) -> Iterator[str]:
     layout = choose_layout(comm.world().size, config.model.n_head, tp=None, dp=None)
     mesh = tpm.mesh(dp=layout.dp, tp=layout.tp)
     model = build_model(config, mesh)
-    if load_newest(folder.checkpoints, model, aim="generate") is None:
+    with memory_for(model, 1, "this model"):
+        report = load_newest(folder.checkpoints, model, aim="generate")
+    if report is None:
         raise RunFolderError(
             f"{path} has no checkpoint yet: give `tparmpi train` the time to save one"
         )
@@ -94,9 +101,16 @@ def generate(path: Path, prompt: str, sampling: Sampling) -> Iterator[str]:
     yield decoder.decode(bytes(tokens))
     for index in range(sampling.max_tokens):
         window = np.array([tokens[-config.model.seq_len :]], dtype=np.int64)
-        logits = model(tpm.tensor(window, mesh))
+        # A model whose numbers ran away is told so in a sentence.
+        with np.errstate(all="ignore"):
+            logits = model(tpm.tensor(window, mesh))
         *_, last = logits.split(sizes=(window.size - 1, 1), dim=1)
         odds = last.numpy().reshape(-1)[:_BYTES].astype(np.float64)
+        if not np.isfinite(odds).all():
+            raise CheckpointError(
+                f"the model in {path} gives no finite numbers: it was trained until "
+                "they ran away; train another with a smaller train.lr"
+            )
         # Replicas of different hosts may round differently; one choice holds for all.
         token = comm.world().broadcast_object(sampling.choose(odds, index))
         tokens.append(token)

@@ -8,6 +8,7 @@ time the same file system gives a new file, so clocks of different hosts do not 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -101,7 +102,9 @@ class Lock:
                 "folder, or give another with --run"
             ) from error
         finally:
-            mine.unlink(missing_ok=True)
+            # Where nothing can be removed, the reason has been told already.
+            with contextlib.suppress(OSError):
+                mine.unlink()
         return cls(path, me)
 
     def is_held(self) -> bool:
@@ -109,11 +112,15 @@ class Lock:
         return _read(self._path) == self._holder
 
     def release(self) -> None:
-        """Give the lock back; does nothing where another took it over. Local."""
+        """Give the lock back; does nothing where another took it over. Local.
+
+        One that cannot be removed is that of a process that has ended, before long.
+        """
         self._released.set()
         self._beat.join()
         if self.is_held():
-            self._path.unlink()
+            with contextlib.suppress(OSError):
+                self._path.unlink()
 
     def _heartbeat(self) -> None:
         while not self._released.wait(HEARTBEAT_SECONDS):

@@ -30,7 +30,7 @@ from tparmpi.train.config import RunConfig
 from tparmpi.train.layout import Layout, Rows, choose_layout, microbatch_rows
 from tparmpi.train.lock import Lock
 from tparmpi.train.metrics import MetricsFile
-from tparmpi.train.model import build_model
+from tparmpi.train.model import build_model, memory_for
 from tparmpi.train.newest import load_newest
 from tparmpi.train.progress import Reporter, reporter
 from tparmpi.train.ranks import Boundary, from_rank_zero
@@ -67,7 +67,7 @@ def train(
     config: RunConfig,
     path: Path,
     *,
-    stream: TextIO,
+    stream: TextIO | None,
     signals: StopSignals | None = None,
 ) -> Outcome:
     """Train in the run folder `path` until `config.train.steps` steps are done.
@@ -81,7 +81,7 @@ def train(
     config, path
         What to train and where it is kept.
     stream
-        Where rank 0 shows the progress.
+        Where rank 0 shows the progress; None where there is no such place.
     signals
         Where it is noted that the run shall stop early; by default entered here.
 
@@ -93,6 +93,8 @@ def train(
         The folder is in use or cannot be written.
     DataError, CheckpointError
         The text cannot be read; a checkpoint cannot be read or written.
+    DeviceError
+        There is not enough memory for the model.
     """
     config = config.resolved()
     world = comm.world()
@@ -110,8 +112,9 @@ def train(
         training = Training(config, layout, signals, show)
         held = stack.enter_context(_claimed(folder, config, show))
         stack.callback(training.close)
-        training.open(folder, held)
-        return training.run()
+        with training.memory():
+            training.open(folder, held)
+            return training.run()
 
 
 @contextlib.contextmanager
@@ -145,7 +148,7 @@ class Training:
         self._began = time.monotonic()
         self._step = self._saved = 0
         self._evaluated = -1
-        self._complete = False
+        self._complete = self._exceeds = False
         self._loss: float | None = None
         self._val_loss: float | None = None
         self._metrics: MetricsFile | None = None
@@ -153,15 +156,20 @@ class Training:
         self._mesh = tpm.mesh(dp=layout.dp, tp=layout.tp).autodiff()
         self._model = build_model(config, self._mesh)
         self._parameters = list(self._model.parameters())
-        self._optimizer = AdamW(
-            self._model.named_parameters(),
-            config.train.lr,
-            weight_decay=config.train.weight_decay,
-        )
+        with self.memory():
+            self._optimizer = AdamW(
+                self._model.named_parameters(),
+                config.train.lr,
+                weight_decay=config.train.weight_decay,
+            )
         self._data = TextData(
             config.data.train, config.model.seq_len, config.data.validation
         )
         self._text = self._data.digest
+
+    def memory(self) -> contextlib.AbstractContextManager[None]:
+        """Where the memory does not suffice, this tells so in a sentence. Local."""
+        return memory_for(self._model, 4, "training this model")
 
     def open(self, folder: RunFolder, held: list[Lock]) -> None:
         """Begin in `folder`, or go on from its newest checkpoint.
@@ -189,7 +197,7 @@ class Training:
         self._introduce()
         # A run whose numbers run away is told so in a sentence of its own.
         with np.errstate(all="ignore"):
-            if self._is_due(config.eval_every):
+            if self._is_due(config.eval_every) and not self._complete:
                 self._evaluate()
             while self._step < config.steps and not self._boundary.stop:
                 self._advance()
@@ -209,7 +217,9 @@ class Training:
         return last or (every > 0 and self._step > 0 and self._step % every == 0)
 
     def _is_complete(self) -> bool:
-        """Whether every step was done and the last one validated."""
+        """Whether every step was done and the last one validated, if it was asked."""
+        if self._exceeds:
+            return True
         steps = self._config.train.steps
         return self._step >= steps and self._evaluated >= self._step
 
@@ -376,11 +386,16 @@ class Training:
                 "same text to resume it, or another folder with --run"
             )
         self._step = self._saved = report.step
+        if self._step > self._config.train.steps:
+            # What is recorded must not say less than what was done.
+            self._exceeds = True
+            self._config = self._config.replace({"train.steps": self._step})
 
     def _open_files(self) -> tuple[int, float | None, float | None]:
         """For rank 0; what the metrics say of the evaluated step and both losses."""
         self._folder.record(self._config)
-        metrics = self._metrics = MetricsFile(self._folder.metrics, self._step)
+        metrics = MetricsFile(self._folder.metrics, self._step, self._show.say)
+        self._metrics = metrics
         return metrics.evaluated, metrics.loss, metrics.val_loss
 
     def _introduce(self) -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import time
-from typing import TextIO
+from typing import TextIO, cast
 
 from tparmpi.train import output
 
 LINE_SECONDS = 5.0
 _SMOOTHING = 0.05
+_FIXED = ("dumb", "unknown")
+"""Kinds of terminals on which nothing that was written can be written over."""
 
 
 class Reporter:
@@ -51,7 +54,7 @@ class Lines(Reporter):
     If nobody reads them any more the run goes on unseen.
     """
 
-    def __init__(self, stream: TextIO) -> None:
+    def __init__(self, stream: TextIO | None) -> None:
         super().__init__()
         self._stream = stream
         self._next = 0.0
@@ -82,7 +85,7 @@ class Bar(Reporter):
             MofNCompleteColumn(),
             BarColumn(bar_width=None),
             TextColumn("{task.fields[numbers]}"),
-            console=Console(file=stream),
+            console=Console(file=cast(TextIO, output.Unfailing(stream))),
             refresh_per_second=4,
         )
         self._task = self._bar.add_task("training", total=None, numbers="")
@@ -106,9 +109,10 @@ class Bar(Reporter):
         self._bar.update(self._task, completed=step, numbers=numbers)
 
 
-def reporter(stream: TextIO) -> Reporter:
-    """The reporter that suits a stream. Local."""
-    return Bar(stream) if stream.isatty() else Lines(stream)
+def reporter(stream: TextIO | None) -> Reporter:
+    """The reporter that suits a stream, None where there is no stream. Local."""
+    moves = output.is_terminal(stream) and os.environ.get("TERM") not in _FIXED
+    return Bar(stream) if stream is not None and moves else Lines(stream)
 
 
 def clock(seconds: float) -> str:

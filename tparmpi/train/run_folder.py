@@ -13,6 +13,11 @@ from tparmpi.train import sources
 from tparmpi.train.config import RunConfig, check_resumable
 from tparmpi.train.lock import Lock
 
+_MARK = "# The configuration of a run of tparmpi, written by `tparmpi train`.\n"
+"""First line of the configurations written here, by which they are known again."""
+_TRACES = ("checkpoints", "lock", "metrics.jsonl")
+"""What is beside the configuration of a run that has begun."""
+
 
 @dataclass(frozen=True)
 class RunFolder:
@@ -52,9 +57,11 @@ class RunFolder:
         UsageError
             The folder holds a run with other mathematics; it is left as it was.
         RunFolderError
-            The folder is in use, or cannot be written.
+            The folder is in use, cannot be written, or holds something else than a run;
+            it is left as it was.
         """
         try:
+            self._refuse_others()
             self.checkpoints.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise RunFolderError(
@@ -70,6 +77,36 @@ class RunFolder:
             raise
         return lock
 
+    def _refuse_others(self) -> None:
+        """Refuse a folder that is neither empty nor of a run that has begun."""
+        if not self.path.is_dir() or publish.published(self.checkpoints):
+            return
+        found = {path.name for path in self.path.iterdir()}
+        found = {name for name in found if not name.startswith(".")}
+        if self.config.name in found:
+            with open(self.config, "rb") as file:
+                marked = file.readline() == _MARK.encode()
+            if marked and found.intersection(_TRACES):
+                return
+            strange = self.config.name
+        else:
+            # What a start leaves that ended before the configuration was written.
+            strangers = sorted(name for name in found if not self._begins(name))
+            if not strangers:
+                return
+            strange = strangers[0]
+        raise RunFolderError(
+            f"{self.path.absolute()} is not empty and no run folder: it holds "
+            f"{strange}, which is not of a run; give a new or empty folder with --run"
+        )
+
+    def _begins(self, name: str) -> bool:
+        """Whether a start makes something of that name before the configuration."""
+        if name == self.checkpoints.name:
+            inside = self.checkpoints.iterdir() if self.checkpoints.is_dir() else [None]
+            return all(path and path.name.startswith("step-") for path in inside)
+        return name == f"{self.config.name}.new" or name.split(".")[0] == "lock"
+
     def record(self, config: RunConfig) -> None:
         """Write the configuration of a run that has the folder. Local, for one rank.
 
@@ -78,7 +115,7 @@ class RunFolder:
         RunFolderError
             It cannot be written; the old one stays.
         """
-        _replace(self.config, sources.to_toml(config))
+        _replace(self.config, _MARK + sources.to_toml(config))
 
     def read_config(self) -> RunConfig:
         """The recorded configuration. Local.
@@ -89,7 +126,7 @@ class RunFolder:
             There is none, or it is damaged.
         """
         try:
-            text = self.config.read_text()
+            text = self.config.read_text(encoding="utf-8")
             return sources.resolve(toml=text, toml_name=str(self.config))
         except FileNotFoundError as error:
             raise RunFolderError(
@@ -107,7 +144,7 @@ def _replace(path: Path, text: str) -> None:
     """Write a file so that there is always the old one or the new one, whole."""
     new = path.with_name(f"{path.name}.new")
     try:
-        with open(new, "w") as file:
+        with open(new, "w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())

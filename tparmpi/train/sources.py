@@ -15,7 +15,14 @@ import tomli_w
 
 from tparmpi.config import Environment
 from tparmpi.errors import UsageError
-from tparmpi.train.config import ENVIRONMENT_PREFIX, KEYS, SECTIONS, Key, RunConfig
+from tparmpi.train.config import (
+    ENVIRONMENT_PREFIX,
+    KEYS,
+    SECTIONS,
+    Key,
+    RunConfig,
+    check_samples,
+)
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -71,7 +78,9 @@ def resolve(
         if complaint:
             raise UsageError(f"{name} {complaint}, {source} gives {value!r}")
     config = RunConfig().replace({name: value for name, (_, value) in given.items()})
-    return config.resolved()
+    config = config.resolved()
+    check_samples(config)
+    return config
 
 
 def check_environment(environment: Mapping[str, str]) -> None:
@@ -99,10 +108,15 @@ def to_toml(config: RunConfig) -> str:
 def _from_toml(text: str, source: str) -> Iterator[tuple[str, tuple[str, Any]]]:
     try:
         tables = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise UsageError(f"{source} is not a TOML file: {error}") from error
     for section, table in tables.items():
         if not isinstance(table, dict):
+            if section in SECTIONS:
+                raise UsageError(
+                    f"{section} must be a table, {source} gives {table!r}: write "
+                    f"[{section}] on a line of its own and its keys below"
+                )
             message = _unknown(section, tuple(KEYS), source, "key")
             raise UsageError(f"{message}, a key below a line with its [section]")
         if section not in SECTIONS:
