@@ -38,6 +38,12 @@ def sentence(finished) -> str:
             ["1", "2"],
         ),
         (["--set=model.n_head=5"], USAGE, ["24", "5"]),
+        ([f"--set=train.seed={2**63}"], USAGE, ["train.seed must be at most"]),
+        (
+            ["--set=model.d_model=100000000"],
+            FAILED,
+            ["training this model takes", "bytes on each rank", "model.d_model"],
+        ),
         (["--data=no_such_file.txt"], FAILED, ["/no_such_file.txt; give a text"]),
         (["--data=*.nothing"], FAILED, ["no file matches", "/*.nothing; "]),
         (["--data=short.txt"], FAILED, ["/short.txt has 9 bytes", "needs 17"]),
@@ -210,6 +216,47 @@ def test_a_pipe_that_nobody_reads_on(tmp_path, text, command):
         assert (job.wait(60), err) == (0, "")
     steps = 300 if command == "train" else 3
     assert losses(tmp_path / "run")[-1][0] == steps
+
+
+OUTPUTS = {
+    "closed": "exec >&-",
+    "both closed": "exec >&- 2>&-",
+    "full": "exec >/dev/full",
+    "both full": "exec >/dev/full 2>&1",
+    "not writable": "exec 1</dev/null",
+    "ascii": "export PYTHONIOENCODING=ascii",
+}
+
+
+@pytest.mark.parametrize("output", OUTPUTS)
+def test_output_that_cannot_be_written_ends_nothing(tmp_path, text, output):
+    name = tmp_path / "t\u00e9xt.txt"
+    name.write_bytes(text.read_bytes())
+    options = ["train", *SMALL, "--run=r\u00fcn", f"--data={name}"]
+    for arguments in (
+        [*options, "--steps=2"],
+        [*options, "--steps=3", "--json"],
+        ["generate", "r\u00fcn", "--max-tokens=9"],
+        ["generate", "r\u00fcn", "--max-tokens=9", "--prompt=\u00e9", "--json"],
+    ):
+        program = [sys.executable, "-m", "tparmpi", *arguments]
+        script = f'{OUTPUTS[output]}; exec "$@"'
+        done = run(["/bin/sh", "-c", script, "sh", *program], cwd=tmp_path)
+        assert done.code == 0, done.err
+        assert "Traceback" not in done.err and "ignored" not in done.err
+    assert losses(tmp_path / "r\u00fcn")[-1][0] == 3
+
+
+def test_the_users_own_configuration_is_not_overwritten(tmp_path, text):
+    mine = tmp_path / "config.toml"
+    mine.write_text(f'[data]\ntrain = "{text}"\n')
+    refused = run(
+        tparmpi(2, "train", "config.toml", *SMALL, "--run=."), cwd=tmp_path, limit=30
+    )
+    assert refused.code == FAILED
+    assert "it holds config.toml, which is not of a run" in sentence(refused)
+    assert mine.read_text() == f'[data]\ntrain = "{text}"\n'
+    assert [path.name for path in tmp_path.iterdir()] == ["config.toml"]
 
 
 def test_more_microbatches_than_rows(tmp_path, text):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 from functools import partial
@@ -102,6 +103,30 @@ def test_a_finished_run_ends_at_once(uninterrupted, text):
     assert f"run already has {STEPS} steps, nothing to do" in again.err
     assert outcome["loss"] == losses(uninterrupted)[-1][1]
     assert outcome["val_loss"] == evaluations(uninterrupted)[-1][1]
+
+
+def test_fewer_steps_than_were_done_are_nothing_to_do(tmp_path, text):
+    folder = tmp_path / "run"
+    done = run(train(2, text, "--steps=5"), cwd=tmp_path)
+    assert done.code == 0, done.err
+    before = (folder / "metrics.jsonl").read_bytes()
+    again = run(train(2, text, "--steps=3"), cwd=tmp_path)
+    assert again.code == 0, again.err
+    assert "run already has 5 steps, nothing to do" in again.out
+    assert (folder / "metrics.jsonl").read_bytes() == before
+    assert "steps = 5\n" in (folder / "config.toml").read_text()
+
+
+def test_metrics_outlive_their_checkpoints(tmp_path, text):
+    folder = tmp_path / "run"
+    assert run(train(2, text, "--steps=5"), cwd=tmp_path).code == 0
+    before = (folder / "metrics.jsonl").read_bytes()
+    shutil.rmtree(folder / "checkpoints")
+    again = run(train(2, text, "--steps=2"), cwd=tmp_path)
+    assert again.code == 0, again.err
+    assert (folder / "metrics.jsonl.old-1").read_bytes() == before
+    assert "kept as run/metrics.jsonl.old-1" in again.out
+    assert [step for step, _ in losses(folder)] == [1, 2]
 
 
 def test_a_run_goes_on_with_other_ranks(uninterrupted, tmp_path, text):
