@@ -348,3 +348,40 @@ def test_a_name_taken_by_a_file_is_refused(folder, layouts):
     with pytest.raises(CheckpointError, match="exists and is not a folder"):
         checkpoint.save(folder / "step-00000001", build(layouts["1"], 0))
     assert entries(folder) == ["step-00000001"]
+
+
+def test_the_parent_of_the_steps_is_refused_on_all_ranks_and_left_alone(
+    folder, layouts
+):
+    for step in (1, 2):
+        path = checkpoint.step_path(folder, step)
+        checkpoint.save(path, build(layouts["4"], step), step=step)
+    inside = entries(path)
+    with pytest.raises(CheckpointError, match=r"exists and is not .* 'step-00000001'"):
+        checkpoint.save(folder, build(layouts["4"], 9))
+    assert entries(folder.parent) == [folder.name]
+    assert entries(folder) == ["step-00000001", "step-00000002"]
+    assert entries(path) == inside
+    loaded = build(layouts["4"], 0)
+    checkpoint.load(path, loaded)
+    same(loaded, build(layouts["4"], 2))
+
+
+def test_an_argument_that_one_rank_has_wrong_is_refused_on_all(folder, layouts):
+    model = build(layouts["4"], 1)
+    wrong = tpm.world().rank == 2
+    path = folder / "step-00000001"
+    with pytest.raises(CheckpointError, match=r"step must be an integer .* 5\.5"):
+        checkpoint.save(path, model, step=5.5 if wrong else 5)
+    with pytest.raises(CheckpointError, match="names no folder of its own"):
+        checkpoint.save("" if wrong else path, model)
+    with pytest.raises(CheckpointError, match="must be a text or a Path"):
+        checkpoint.load(None if wrong else path, model)
+    if wrong:
+        model.tensors["\udcff"] = model.tensors["scale"]
+    with pytest.raises(CheckpointError, match="cannot be saved under that name"):
+        checkpoint.save(path, model)
+    with pytest.raises(CheckpointError, match="cannot be saved under that name"):
+        checkpoint.load(path, model)
+    tpm.world().barrier()
+    assert not folder.exists()

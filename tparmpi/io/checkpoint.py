@@ -7,11 +7,10 @@ of one rank is raised on all. ``docs/checkpoint-format.md`` describes the files.
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, cast
 
 import numpy as np
 
@@ -34,8 +33,7 @@ from tparmpi.sharding import Partial
 from tparmpi.tensors import Tensor
 
 Result = TypeVar("Result")
-
-_INT64 = range(-(1 << 63), 1 << 63)
+Descriptions = dict[str, TensorDescription]
 
 
 class HasState(Protocol):
@@ -63,6 +61,8 @@ def save(
 ) -> Path:
     """Write a checkpoint and publish it whole, replacing one of the same name.
 
+    Only a checkpoint (a folder with its files and nothing else) or an empty folder is
+    replaced; a symbolic link to a checkpoint is, the checkpoint it leads to stays.
     Collective over all ranks, also those that are no members of the model's devices.
 
     Parameters
@@ -77,7 +77,7 @@ def save(
     position : int, optional
         Global number of the next training sample.
     extra : mapping, optional
-        Anything that JSON can hold.
+        Anything that JSON can hold, up to 16 MiB of it.
 
     Returns
     -------
@@ -88,14 +88,19 @@ def save(
     ------
     CheckpointError
         On every rank, if one rank cannot do its part (its disk is full, it cannot see
-        the folder), if a tensor is a pending sum or cannot be stored, or if ranks
-        disagree about what is saved. A checkpoint that had the name is left as it was.
+        the folder), if anything but a checkpoint has the name, if a tensor is a pending
+        sum or cannot be stored, or if ranks disagree about what is saved. What had the
+        name is left as it was.
     """
-    path = Path(path)
+
+    def prepare() -> tuple[Path, Header, dict[str, Tensor], Descriptions]:
+        header = _header(step, seed, position, optimizer, extra)
+        named = _state(model, optimizer)
+        described = {name: _describe(name, tensor) for name, tensor in named.items()}
+        return _new_path(path), header, named, described
+
+    path, header, named, description = _on_all_ranks(prepare)
     everyone = world()
-    named = _state(model, optimizer)
-    description = {name: _describe(name, tensor) for name, tensor in named.items()}
-    header = _header(step, seed, position, optimizer, extra)
     digest = digest_of(description.values())
     told = everyone.all_gather_object((digest, publish.new_save_id()))
     _refuse_disagreement("save", [theirs for theirs, _ in told])
@@ -111,7 +116,7 @@ def save(
         )
     except CheckpointError:
         # What cannot be removed now, the next save removes.
-        _on_rank_zero(saving, lambda: shutil.rmtree(temp, ignore_errors=True))
+        _on_rank_zero(saving, lambda: publish.discard(temp))
         raise
     return path
 
@@ -149,14 +154,17 @@ def load(
     CheckpointError
         On every rank; the model and the optimizer are as they were.
     """
-    path = Path(path)
-    everyone = world()
-    named = _state(model, optimizer)
-    wanted = {
-        name: (tensor.shape, fmt.supported_dtype(name, tensor.dtype))
-        for name, tensor in named.items()
-    }
-    _refuse_disagreement("load", everyone.all_gather_object(_digest(wanted)))
+
+    def prepare() -> tuple[Path, dict[str, Tensor], Wanted]:
+        named = _state(model, optimizer)
+        wanted = {
+            name: (tensor.shape, fmt.supported_dtype(name, tensor.dtype))
+            for name, tensor in named.items()
+        }
+        return _path(path), named, wanted
+
+    path, named, wanted = _on_all_ranks(prepare)
+    _refuse_disagreement("load", world().all_gather_object(_digest(wanted)))
     index = _on_rank_zero(f"load {path}", lambda: read_index(path))
     report = compare(path, index, wanted, optimizer is not None)
     if strict:
@@ -192,6 +200,9 @@ def checkpoints(folder: str | Path) -> list[Path]:
 def prune(folder: str | Path, keep: int) -> list[Path]:
     """Remove all but the newest `keep` checkpoints. Collective over all ranks.
 
+    An old one in whose folder lies anything but a checkpoint's own files stays. Of a
+    symbolic link only the link is removed.
+
     Parameters
     ----------
     folder : str or Path
@@ -206,8 +217,9 @@ def prune(folder: str | Path, keep: int) -> list[Path]:
     Raises
     ------
     CheckpointError
-        `keep` is below 1, or one cannot be removed.
+        `keep` is below 1 or no integer, or one cannot be removed.
     """
+    keep = fmt.integer("keep", keep)
     if keep < 1:
         raise CheckpointError(
             f"at least 1 checkpoint must be kept, not {keep}: a run resumes from it"
@@ -215,6 +227,7 @@ def prune(folder: str | Path, keep: int) -> list[Path]:
 
     def remove() -> list[Path]:
         old = [path for _, path in publish.published(Path(folder))[:-keep]]
+        old = [path for path in old if publish.obstacle(path) is None]
         for path in old:
             publish.withdraw(path)
         return old
@@ -223,7 +236,13 @@ def prune(folder: str | Path, keep: int) -> list[Path]:
 
 
 def step_path(folder: str | Path, step: int) -> Path:
-    """Where a step's checkpoint lies in a folder: ``folder/step-00001000``. Local."""
+    """Where a step's checkpoint lies in a folder: ``folder/step-00001000``. Local.
+
+    Raises
+    ------
+    CheckpointError
+        The step is negative or no integer.
+    """
     return Path(folder) / publish.step_name(step)
 
 
@@ -232,6 +251,10 @@ def _state(model: HasState, optimizer: HasState | None) -> dict[str, Tensor]:
     if optimizer is not None:
         named |= fmt.dataset_names(fmt.OPTIMIZER, optimizer.state_dict())
     for name, tensor in named.items():
+        if not isinstance(tensor, Tensor):
+            raise CheckpointError(
+                f"'{name}' is a {type(tensor).__name__}; a checkpoint holds tensors"
+            )
         if any(isinstance(placement, Partial) for placement in tensor.layout):
             raise CheckpointError(
                 f"'{name}' is a pending sum (Partial), whose value no rank has yet; "
@@ -254,19 +277,38 @@ def _header(
     optimizer: HasSteps | None,
     extra: Mapping[str, Any] | None,
 ) -> Header:
-    steps = None if optimizer is None else int(optimizer.steps)
-    numbers = {"step": step, "seed": seed, "position": position}
-    for name, value in numbers.items():
-        if value is not None and value not in _INT64:
-            raise CheckpointError(
-                f"{name} must be an integer of 64 bits, it is {value!r}"
-            )
-    extra = dict(extra or {})
+    steps = None if optimizer is None else fmt.integer("steps", optimizer.steps)
+    seed = None if seed is None else fmt.integer("seed", seed)
+    position = None if position is None else fmt.integer("position", position)
     try:
-        json.dumps(extra)
-    except (TypeError, ValueError) as error:
+        extra = dict({} if extra is None else extra)
+        size = len(json.dumps(extra))
+    except (TypeError, ValueError, RecursionError) as error:
         raise CheckpointError(f"extra must be plain JSON: {error}") from error
-    return Header("", step, seed, position, steps, extra)
+    if size > fmt.MAX_TEXT_BYTES:
+        raise CheckpointError(
+            f"extra has {size} bytes as JSON, a checkpoint holds {fmt.MAX_TEXT_BYTES}"
+        )
+    return Header("", fmt.integer("step", step), seed, position, steps, extra)
+
+
+def _path(path: str | Path) -> Path:
+    try:
+        return Path(path)
+    except TypeError as error:
+        raise CheckpointError(
+            f"a checkpoint's path must be a text or a Path, it is {path!r}"
+        ) from error
+
+
+def _new_path(path: str | Path) -> Path:
+    new = _path(path)
+    if new.name in ("", ".."):
+        raise CheckpointError(
+            f"cannot save a checkpoint to {str(path)!r}: that names no folder of its "
+            f"own; give a new one in it, such as {publish.step_name(0)}"
+        )
+    return new
 
 
 def _digest(wanted: Wanted) -> str:
@@ -285,6 +327,18 @@ def _refuse_disagreement(what: str, digests: list[str]) -> None:
             "layouts) than rank 0; every rank must build the whole model, as shells "
             "where it is no member"
         )
+
+
+def _on_all_ranks(work: Callable[[], Result]) -> Result:
+    """Do local work on every rank; one that refuses makes all refuse."""
+    result: Result | None = None
+    problem: CheckpointError | None = None
+    try:
+        result = work()
+    except CheckpointError as error:
+        problem = error
+    agree(problem)
+    return cast(Result, result)
 
 
 def _on_rank_zero(what: str, work: Callable[[], Result]) -> Result:
@@ -311,10 +365,9 @@ def _sentence(what: str, error: BaseException) -> str:
 
 
 def _prepare(path: Path, temp: Path) -> None:
+    publish.check_replaceable(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     publish.clear_leftovers(path.parent)
-    if path.exists() and not path.is_dir():
-        raise CheckpointError(f"{path} exists and is not a folder")
     temp.mkdir()
 
 
@@ -363,7 +416,7 @@ def _publish(
     temp: Path,
     path: Path,
     header: Header,
-    tensors: Mapping[str, TensorDescription],
+    tensors: Descriptions,
     plan: Mapping[str, tuple[Piece, ...]],
     checksums: Mapping[str, Mapping[int, np.ndarray]],
 ) -> None:

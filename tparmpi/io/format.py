@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 import re
 import zlib
@@ -30,8 +31,12 @@ LIBRARY_VERSION = ("v110", "v110")
 
 SAVE_ID = re.compile(r"[0-9a-f]{16}")
 DATA_NAME = re.compile(r"data-([0-9a-f]{16})-([0-9]{5,10})\.h5")
-# '%' is left out because HDF5 expands it in the names of virtual sources.
-_COMPONENT = re.compile(r"[^\x00-\x1f\x7f/.%]+")
+# '%' is left out because HDF5 expands it in the names of virtual sources, lone
+# surrogates because UTF-8 has no bytes for them.
+_COMPONENT = re.compile(r"[^\x00-\x1f\x7f/.%\ud800-\udfff]+")
+INT64 = range(-(1 << 63), 1 << 63)
+MAX_DEPTH = 64
+MAX_TEXT_BYTES = 16 << 20
 
 DTYPES = frozenset(
     {"bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"}
@@ -50,17 +55,28 @@ def dataset_names(part: str, tensors: Mapping[str, Any]) -> dict[str, Any]:
     Raises
     ------
     CheckpointError
-        A name has an empty or unusable component, or two names meet in one path.
+        A name is no text or has an empty or unusable component, or two names meet in
+        one path.
     """
     named: dict[str, Any] = {}
     for name, tensor in tensors.items():
+        if not isinstance(name, str):
+            raise CheckpointError(
+                f"a tensor's name must be a text, {name!r} is of type "
+                f"{type(name).__name__}"
+            )
         parameter, slash, buffer = name.partition("/")
         components = parameter.split(".") + ([buffer] if slash else [])
         if not all(_COMPONENT.fullmatch(component) for component in components):
             raise CheckpointError(
-                f"'{name}' cannot be saved under that name: each part between dots "
-                "needs at least one character, and none of '/', '%' and control "
-                "characters"
+                f"{name!r} cannot be saved under that name: each part between dots "
+                "needs at least one character, and none of '/', '%', control "
+                "characters and those that UTF-8 cannot write"
+            )
+        if len(components) >= MAX_DEPTH:
+            raise CheckpointError(
+                f"'{name}' cannot be saved: its name has {len(components)} parts, a "
+                f"checkpoint's names have fewer than {MAX_DEPTH}"
             )
         named["/".join([part, *components])] = tensor
     inner = {name[:at] for name in named for at, c in enumerate(name) if c == "/"}
@@ -91,6 +107,26 @@ def supported_dtype(name: str, dtype: np.dtype[Any]) -> str:
             f"hold {', '.join(sorted(DTYPES))}"
         )
     return str(dtype.name)
+
+
+def integer(name: str, value: Any, allowed: range = INT64) -> int:
+    """A number that a program gave, as an int; NumPy's integers are taken too.
+
+    Raises
+    ------
+    CheckpointError
+        It is of another type, a float for example, or not among the `allowed`.
+    """
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = None
+    if number is None or number not in allowed:
+        kind = "an integer of 64 bits"
+        if allowed != INT64:
+            kind = f"an integer from {allowed[0]} to {allowed[-1]}"
+        raise CheckpointError(f"{name} must be {kind}, it is {value!r}")
+    return number
 
 
 def itemsize(dtype: str) -> int:

@@ -26,8 +26,6 @@ from tparmpi.io.planner import Box, fills
 from tparmpi.io.writer import Header
 
 STAGING_BYTES = 16 * fmt.BLOCK_BYTES
-MAX_TEXT_BYTES = 16 << 20
-MAX_DEPTH = 64
 
 # What h5py raises for files that are cut, damaged or made to confuse it.
 HDF5_ERRORS = (OSError, RuntimeError, ValueError, KeyError, TypeError)
@@ -353,7 +351,7 @@ def _datasets(file: h5py.File) -> list[tuple[str, h5py.Dataset]]:
             name = f"{path}/{key}" if path else key
             child = _child(group, key, name)
             address = h5py.h5o.get_info(child.id).addr
-            if address in met or name.count("/") >= MAX_DEPTH:
+            if address in met or name.count("/") >= fmt.MAX_DEPTH:
                 raise _Refused(f"'{name}' is linked twice or nested too deeply")
             met.add(address)
             if isinstance(child, h5py.Dataset):
@@ -456,7 +454,7 @@ def _text(place: h5py.HLObject, name: str) -> str:
         not isinstance(kind, h5t.TypeStringID)
         or kind.is_variable_str()
         or attribute.shape != ()
-        or kind.get_size() > MAX_TEXT_BYTES
+        or kind.get_size() > fmt.MAX_TEXT_BYTES
     ):
         raise _Refused(f"the attribute {name} is not a text of fixed length")
     return bytes(place.attrs[name]).decode()

@@ -185,6 +185,8 @@ def _write_shard(descriptor: int, offset: int, shard: Shard) -> Checksums:
             f"'{shard.name}' changed while it was saved: {values.dtype.name} "
             f"{values.shape} instead of {shard.dtype} {shard.shape}"
         )
+    # A dtype's name does not tell its byte order; the file's is little-endian.
+    values = values.astype(values.dtype.newbyteorder("<"), copy=False)
     data = values.reshape(-1).view(np.uint8).data
     checksums: list[int] = []
     for first in range(0, len(data), WRITE_BYTES):
