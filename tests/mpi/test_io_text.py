@@ -28,3 +28,9 @@ def test_all_ranks_have_the_bytes_that_rank_zero_read(tmp_path):
 def test_a_missing_text_is_refused_on_every_rank(tmp_path):
     with pytest.raises(DataError, match=r"there is no file or folder .*nothing\.txt"):
         text.TextData(tmp_path / "nothing.txt", 16)
+
+
+@pytest.mark.parametrize("source", ["", "~nosuchuser/x", "a\udcff", "x" * 300, None])
+def test_a_path_that_cannot_be_one_is_refused_on_every_rank(source):
+    with pytest.raises(DataError):
+        text.TextData(source, 16)

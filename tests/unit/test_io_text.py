@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import os
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -12,9 +14,8 @@ from tparmpi.io.text import (
     Windows,
     hold_out,
     permuted,
-    read_text,
-    text_files,
 )
+from tparmpi.io.text_files import read_text, text_files
 
 
 def unique(count):
@@ -197,3 +198,93 @@ def test_text_data_names_what_is_too_short(tmp_path):
         TextData(path, 64, tmp_path / "one")
     with pytest.raises(DataError, match="at least 1 token"):
         TextData(path, 0)
+
+
+def make(folder, *names):
+    for name in names:
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch() if name.endswith("/.keep") else path.write_text(name)
+
+
+STARTED = {
+    "killed before its configuration": ("lock", "checkpoints/.keep"),
+    "killed before its metrics": ("config.toml", "lock", "checkpoints/.keep"),
+    "running": ("config.toml", "metrics.jsonl", "lock", "checkpoints/step-1/index.h5"),
+    "ended": (
+        "config.toml",
+        "metrics.jsonl",
+        "checkpoints/step-1/index.h5",
+        "plot.svg",
+    ),
+    "without checkpoints": ("config.toml", "metrics.jsonl"),
+}
+
+
+@pytest.mark.parametrize("state", STARTED)
+@pytest.mark.parametrize("run", ["runs/default", "run", "."])
+def test_a_run_inside_its_data_folder_does_not_change_the_text(
+    tmp_path, monkeypatch, state, run
+):
+    monkeypatch.chdir(tmp_path)
+    make(tmp_path, "a.txt", "runs/notes.txt", "x/config.toml", "x/lock", "z/b.txt")
+    (tmp_path / "z/checkpoints").mkdir()
+    sources = (".", tmp_path, "**/*", f"{tmp_path}/**/*", "[arxz]*/**/*.t*")
+    before = [text_files(source) for source in sources]
+    assert [len(files) for files in before] == [5, 5, 5, 5, 3]
+    names = [name for name in STARTED[state] if run != "." or name != "plot.svg"]
+    make(tmp_path / run, *names)
+    assert [text_files(source) for source in sources] == before
+    if run != ".":
+        inner = text_files(tmp_path / run / names[0])
+        assert inner == [tmp_path / run / names[0]]
+        with pytest.raises(DataError, match="files in run folders do not count"):
+            text_files("r*/config*")
+
+
+def test_a_folder_of_runs_alone_holds_no_text(tmp_path):
+    make(tmp_path / "a", "config.toml", "metrics.jsonl", "checkpoints/.keep")
+    with pytest.raises(DataError, match="hidden and binary ones and run folders"):
+        text_files(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("", "the path of the text is empty; give"),
+        ("~nosuchuser/x", "cannot find the home folder that ~nosuchuser/x begins with"),
+        ("a\udcff", r"^the path a\\udcff has bytes that are no UTF-8.* another name"),
+        ("a\0b", "there is no file or folder|embedded null"),
+        ("*\0b", "no file matches|embedded null"),
+        ("x" * 300, r"cannot look for text in /.*: File name too long"),
+        (b"a", "must be a text or a Path, it is b'a'"),
+        (None, "must be a text or a Path, it is None"),
+        (5, "must be a text or a Path, it is 5"),
+    ],
+)
+def test_what_cannot_be_a_path_of_text_is_refused_in_a_sentence(source, words):
+    with pytest.raises(DataError, match=words) as caught:
+        TextData(source, 16)
+    str(caught.value).encode()
+
+
+def test_a_file_of_an_undecodable_name_is_text_and_is_named_readably(
+    tmp_path, monkeypatch
+):
+    (tmp_path / os.fsdecode(b"a\xff.txt")).write_text("text")
+    assert bytes(read_text(tmp_path)) == b"text\n"
+    monkeypatch.setattr(
+        "pathlib.Path.read_bytes",
+        lambda self: (_ for _ in ()).throw(PermissionError(13, "Permission denied")),
+    )
+    with pytest.raises(DataError, match=r"cannot read /.*/a\\udcff\.txt: Permission"):
+        read_text(tmp_path)
+
+
+def test_a_folder_that_may_not_be_seen_is_told(tmp_path, monkeypatch):
+    def refused(self, *args, **keywords):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("pathlib.Path.is_file", refused)
+    with pytest.raises(DataError, match=r"cannot look for text in .*: Permission"):
+        text_files(tmp_path / "a")

@@ -1,4 +1,4 @@
-"""Text as bytes: which files, which part is held out, which window is which sample.
+"""Text as bytes: which part is held out, which window is which sample.
 
 Every text is a sequence of byte tokens (vocabulary 256). The order of samples is a
 pure function of (seed, epoch, global sample number): nothing is counted or stored, so
@@ -7,14 +7,10 @@ a run resumed on any number of ranks reads exactly the samples that come next.
 
 from __future__ import annotations
 
-import glob
 import hashlib
 import itertools
 import math
-import os
-import sys
-import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 
@@ -23,21 +19,14 @@ import numpy.typing as npt
 
 from tparmpi.comm import world
 from tparmpi.errors import DataError, counted
+from tparmpi.io.text_files import Bytes, joined, place_of
 
-Bytes = npt.NDArray[np.uint8]
 Indices = npt.NDArray[np.uint64]
 
 VOCABULARY = 256
-SEPARATOR = b"\n"
 HELD_OUT_PERIOD = 1 << 20
 DEFAULT_HELD_OUT = 0.05
 
-_LEFT_OUT_FOLDERS = frozenset(
-    {"__pycache__", "dist-packages", "idle_test", "site-packages", "test", "tests"}
-)
-# These hold the paths and compiler flags of one machine, so two machines with the same
-# Python would otherwise train on different text.
-_LEFT_OUT_PREFIX = "_sysconfigdata"
 _FEISTEL_ROUNDS = 6
 
 
@@ -47,9 +36,9 @@ class TextData:
     Parameters
     ----------
     source : str or Path
-        A file, a folder (every text file below it), a glob, or ``"stdlib"``: the
-        ``.py`` files of the running Python's standard library, without
-        site-packages and tests.
+        A file, a folder (every text file below it, without run folders and what is
+        hidden), a glob (without run folders), or ``"stdlib"``: the ``.py`` files of the
+        running Python's standard library, without site-packages and tests.
     seq_len : int
         Tokens a sample is trained on; a sample holds ``seq_len + 1`` bytes, of which
         the first ``seq_len`` are inputs and the last ``seq_len`` are targets.
@@ -78,7 +67,7 @@ class TextData:
         if seq_len < 1:
             raise DataError(f"a sample needs at least 1 token, seq_len is {seq_len}")
         text, size = _read_on_rank_zero(source)
-        place = _place_of(source)
+        place = place_of(source)
         name = f"the text {place}"
         if validation is None or isinstance(validation, (int, float)):
             fraction = DEFAULT_HELD_OUT if validation is None else float(validation)
@@ -91,7 +80,7 @@ class TextData:
         else:
             train = text
             held_out, held_size = _read_on_rank_zero(validation)
-            held_name = f"the validation text {_place_of(validation)}"
+            held_name = f"the validation text {place_of(validation)}"
         self.seq_len = seq_len
         self.train = Windows(train, seq_len, name, size)
         self.validation = Windows(held_out, seq_len, held_name, held_size)
@@ -283,84 +272,6 @@ def hold_out(text: Bytes, fraction: float) -> tuple[Bytes, Bytes]:
     return np.concatenate(kept), np.concatenate(held)
 
 
-def text_files(source: str | Path) -> list[Path]:
-    """The files of a source, in the order in which they are joined. Local.
-
-    A folder gives every regular file below it except hidden ones, those in hidden
-    folders, and binary ones (a zero byte in the first 8 KiB). Order is that of the
-    paths' parts, so it does not depend on the file system.
-
-    Raises
-    ------
-    DataError
-        Nothing is there.
-    """
-    if str(source) == "stdlib":
-        return _stdlib_files()
-    path = Path(source).expanduser()
-    if path.is_file():
-        return [path]
-    if path.is_dir():
-        found = [p for p in _below(path, _hidden) if not _hidden(p.name)]
-        found = [p for p in found if not _binary(p)]
-        if not found:
-            raise DataError(
-                f"the folder {_place_of(source)} holds no text file (hidden and binary "
-                "ones do not count); give a file, another folder or a glob"
-            )
-        return found
-    matches = (Path(name) for name in glob.glob(str(path), recursive=True))
-    found = sorted((p for p in matches if p.is_file()), key=lambda p: p.parts)
-    if found:
-        return found
-    if glob.has_magic(str(path)):
-        raise DataError(
-            f"no file matches {_place_of(source)}; * stands for a part of one name, ** "
-            "for any folders, and a relative path counts from the current directory"
-        )
-    raise DataError(
-        f"there is no file or folder {_place_of(source)}; give a text file, a folder, "
-        "a glob or 'stdlib'"
-    )
-
-
-def read_text(source: str | Path) -> Bytes:
-    """All files of a source, each followed by a newline, as byte tokens. Local.
-
-    Raises
-    ------
-    DataError
-        Nothing is there, a file cannot be read, or there is no byte in any.
-    """
-    return _joined(source)[0]
-
-
-def _joined(source: str | Path) -> tuple[Bytes, int]:
-    """The byte tokens, and how many bytes the files themselves have."""
-    pieces = []
-    for path in text_files(source):
-        try:
-            pieces.append(path.read_bytes())
-        except OSError as error:
-            raise DataError(f"cannot read {path}: {error.strerror}") from error
-    size = sum(map(len, pieces))
-    if size == 0:
-        alone = len(pieces) == 1
-        raise DataError(
-            f"{_place_of(path if alone else source)} is empty"
-            f"{'' if alone else f', all {len(pieces)} files of it'}; give a text"
-        )
-    text = b"".join(piece + SEPARATOR for piece in pieces)
-    return np.frombuffer(text, dtype=np.uint8), size
-
-
-def _place_of(source: str | Path) -> str:
-    """How a message names a source: by its absolute path."""
-    if str(source) == "stdlib":
-        return "stdlib"
-    return str(Path(source).expanduser().absolute())
-
-
 def _read_on_rank_zero(source: str | Path) -> tuple[Bytes, int]:
     """Every rank's copy of the tokens, and the bytes that the files have."""
     everyone = world()
@@ -369,7 +280,7 @@ def _read_on_rank_zero(source: str | Path) -> tuple[Bytes, int]:
     problem: str | None = None
     if everyone.rank == 0:
         try:
-            text, size = _joined(source)
+            text, size = joined(source)
         except DataError as error:
             problem = str(error)
     problem, size = everyone.broadcast_object((problem, size))
@@ -377,42 +288,3 @@ def _read_on_rank_zero(source: str | Path) -> tuple[Bytes, int]:
         raise DataError(problem)
     tokens: Bytes = everyone.broadcast(text)
     return tokens, size
-
-
-def _stdlib_files() -> list[Path]:
-    root = Path(sysconfig.get_paths()["stdlib"])
-
-    def left_out(folder: str) -> bool:
-        return folder in _LEFT_OUT_FOLDERS or folder.startswith("config-")
-
-    found = [
-        path
-        for path in _below(root, left_out)
-        if path.suffix == ".py" and not path.name.startswith(_LEFT_OUT_PREFIX)
-    ]
-    if not found:
-        raise DataError(
-            f"this Python ({sys.executable}) has no .py files in {root}; name a text "
-            "file, folder or glob instead of 'stdlib'"
-        )
-    return found
-
-
-def _below(root: Path, left_out: Callable[[str], bool]) -> list[Path]:
-    found = []
-    for folder, subfolders, names in os.walk(root):
-        subfolders[:] = [name for name in subfolders if not left_out(name)]
-        found += [Path(folder, name) for name in names]
-    return sorted((p for p in found if p.is_file()), key=lambda p: p.parts)
-
-
-def _hidden(name: str) -> bool:
-    return name.startswith(".")
-
-
-def _binary(path: Path) -> bool:
-    try:
-        with path.open("rb") as file:
-            return b"\0" in file.read(8192)
-    except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror}") from error
