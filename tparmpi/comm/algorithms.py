@@ -2,12 +2,16 @@
 
 Everything here works on one operation's `Link`. Receives are posted before sends, and
 an array without elements is no message, as both sides know.
+
+What has to wait is a generator that yields the messages it waits for: a blocking call
+waits for them there and then, a non-blocking one goes on when the rank next looks at
+its messages.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Generator, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -20,6 +24,9 @@ if TYPE_CHECKING:
 
 Array = Any
 Fold = Callable[[Sequence[Array], Array], None]
+_T = TypeVar("_T")
+Steps = Generator["Pending", None, _T]
+"""Yields messages to wait for before it goes on, and returns a result."""
 
 # As long as a member has to send no more bytes than this, an array is summed by sending
 # it whole to every member: one exchange instead of two.
@@ -66,16 +73,14 @@ class Link:
         """Start to receive into `flat` from a member."""
         self.transport.start_receive(pending, flat, source, self.tag + phase)
 
-    def wait(self, pending: Pending) -> None:
-        """Complete all messages of `pending`."""
-        self.transport.wait(pending, self.doing)
-
     def others(self) -> list[int]:
         """The other members, the next one first, so that not all send to one."""
         return [(self.rank + step) % self.size for step in range(1, self.size)]
 
 
-def exchange(link: Link, outgoing: Sequence[Array], incoming: Sequence[Array]) -> None:
+def exchange(
+    link: Link, outgoing: Sequence[Array], incoming: Sequence[Array]
+) -> Steps[None]:
     """Send ``outgoing[j]`` to each member j and receive ``incoming[j]`` from it.
 
     This rank's own entries are left alone.
@@ -86,25 +91,23 @@ def exchange(link: Link, outgoing: Sequence[Array], incoming: Sequence[Array]) -
         link.receive(pending, incoming[member], member)
     for member in others:
         link.send(pending, outgoing[member], member)
-    link.wait(pending)
+    yield pending
 
 
-def reduce_whole(link: Link, flat: Array, fold: Fold) -> Array:
-    """Return the members' arrays folded in member order, each sent whole to all."""
-    out = link.transport.empty(flat.shape, flat.dtype)
+def reduce_whole(link: Link, flat: Array, out: Array, fold: Fold) -> Steps[None]:
+    """Fold the members' arrays in member order into `out`, each sent whole to all."""
     if link.size == 2:
         both = [out, out]
-        exchange(link, [flat, flat], both)
+        yield from exchange(link, [flat, flat], both)
         both[link.rank] = flat
         fold(both, out)
-        return out
+        return
     received = link.transport.borrow((link.size, flat.size), flat.dtype)
     parts = list(received)
-    exchange(link, [flat] * link.size, parts)
+    yield from exchange(link, [flat] * link.size, parts)
     parts[link.rank] = flat
     fold(parts, out)
     link.transport.give_back(received)
-    return out
 
 
 def reduce_blocks(
@@ -113,7 +116,7 @@ def reduce_blocks(
     out: Array,
     fold: Fold,
     folded: Callable[[int, int], None] | None = None,
-) -> None:
+) -> Steps[None]:
     """Fold all members' blocks for this rank into `out`, in member order, in pieces.
 
     Parameters
@@ -150,7 +153,7 @@ def reduce_blocks(
     for number in range(min(_DEPTH, len(starts))):
         start(number)
     for number, low in enumerate(starts):
-        link.wait(receives[number])
+        yield receives[number]
         own = mine[low : low + step]
         if own.size:
             parts = [slot[: own.size] for slot in slots[number % _DEPTH]]
@@ -160,7 +163,7 @@ def reduce_blocks(
                 folded(low, low + own.size)
         if number + _DEPTH < len(starts):
             start(number + _DEPTH)
-        link.wait(sends[number])
+        yield sends[number]
     for slot in slots:
         link.transport.give_back(slot)
 
@@ -171,12 +174,11 @@ def _step(link: Link, flat: Array) -> int:
     return max(1, PIECE_BYTES // (link.size - 1) // itemsize)
 
 
-def reduce_everywhere(link: Link, flat: Array, fold: Fold) -> Array:
-    """Return the members' arrays folded in member order; large ones in pieces.
+def reduce_everywhere(link: Link, flat: Array, out: Array, fold: Fold) -> Steps[None]:
+    """Fold the members' arrays in member order into `out`; large ones in pieces.
 
     Each member folds its part; a folded piece leaves for the others at once.
     """
-    out = link.transport.empty((flat.size,), flat.dtype)
     bounds = [chunk(flat.size, link.size, member) for member in range(link.size)]
     blocks = [flat[start : start + size] for start, size in bounds]
     results = [out[start : start + size] for start, size in bounds]
@@ -193,9 +195,8 @@ def reduce_everywhere(link: Link, flat: Array, fold: Fold) -> Array:
         for member in others:
             link.send(spreading, mine[low:high], member, SECOND)
 
-    reduce_blocks(link, blocks, mine, fold, spread)
-    link.wait(spreading)
-    return out
+    yield from reduce_blocks(link, blocks, mine, fold, spread)
+    yield spreading
 
 
 def tree(link: Link, root: int) -> tuple[int | None, list[int]]:
@@ -214,7 +215,7 @@ def tree(link: Link, root: int) -> tuple[int | None, list[int]]:
     return parent, children
 
 
-def spread(link: Link, flat: Array, root: int) -> None:
+def spread(link: Link, flat: Array, root: int) -> Steps[None]:
     """Copy the root's `flat` into every member's, down a tree, in pieces."""
     parent, children = tree(link, root)
     step = max(1, PIECE_BYTES // max(1, flat.dtype.itemsize))
@@ -225,13 +226,13 @@ def spread(link: Link, flat: Array, root: int) -> None:
         for number, low in enumerate(starts):
             link.receive(receives[number], flat[low : low + step], parent)
     for number, low in enumerate(starts):
-        link.wait(receives[number])
+        yield receives[number]
         for child in children:
             link.send(sends, flat[low : low + step], child)
-    link.wait(sends)
+    yield sends
 
 
-def meet(link: Link) -> None:
+def meet(link: Link) -> Steps[None]:
     """Return when every member has called it."""
     token = np.zeros(1, np.uint8)
     distance = 1
@@ -240,5 +241,5 @@ def meet(link: Link) -> None:
         heard = link.transport.empty((1,), token.dtype)
         link.receive(pending, heard, (link.rank - distance) % link.size)
         link.send(pending, token, (link.rank + distance) % link.size)
-        link.wait(pending)
+        yield pending
         distance *= 2

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import heapq
-import os
-import time
 from typing import TYPE_CHECKING
 
 from mpi4py import MPI
 
+from tparmpi.comm import progress
 from tparmpi.comm.tags import describe, fold
 from tparmpi.comm.transports.base import Transport
 from tparmpi.comm.transports.host import HostTransport
@@ -38,13 +37,13 @@ class Channel:
     ----------
     transport : Transport or None
         None for a single member, which has nothing to send.
-    in_flight : set of int
-        First tags of the operations that are under way.
+    in_flight : set
+        The operations under way: first tag, and pair of members or None.
     """
 
     def __init__(self, world: World, members: tuple[int, ...]) -> None:
         self.members = members
-        self.in_flight: set[int] = set()
+        self.in_flight: set[tuple[int, tuple[int, int] | None]] = set()
         self._free_ids: list[int] = []
         self._next_id = 0
         self.comm: MPI.Intracomm | None = None
@@ -82,18 +81,22 @@ class Channel:
         """Make the number of a closed group free again. Local."""
         heapq.heappush(self._free_ids, group_id)
 
-    def begin(self, group_id: int, sequence: int) -> int:
-        """Return the tag of an operation; waits while it is in flight. Local."""
+    def begin(
+        self, group_id: int, sequence: int, pair: tuple[int, int] | None = None
+    ) -> int:
+        """Return the tag of an operation; waits while it is in flight. Local.
+
+        A `pair` (source, target) has a sequence, and so tags, of its own.
+        """
         tag = fold(group_id, sequence, self.tag_bound)
-        while tag in self.in_flight:
-            os.sched_yield()
-            time.sleep(0.0001)
-        self.in_flight.add(tag)
+        if (tag, pair) in self.in_flight:
+            progress.wait(lambda: (tag, pair) not in self.in_flight, lambda: None)
+        self.in_flight.add((tag, pair))
         return tag
 
-    def end(self, tag: int) -> None:
+    def end(self, tag: int, pair: tuple[int, int] | None = None) -> None:
         """Free an operation's tag. Local."""
-        self.in_flight.discard(tag)
+        self.in_flight.discard((tag, pair))
 
     def free(self) -> None:
         """Free the communicator. Collective over the members."""

@@ -7,7 +7,6 @@ it can give up on a member that will never answer.
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 import zlib
@@ -17,6 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 from mpi4py import MPI
 
+from tparmpi.comm import progress
 from tparmpi.errors import CommunicationError
 
 # How long a message may still be under way from a rank whose notice came first, and how
@@ -188,12 +188,6 @@ class Control:
             distance *= 2
 
 
-_SPINS = 20
-_SPIN_SECONDS = 0.005
-_PAUSE_SECONDS = 0.0001
-_WATCH_SECONDS = 0.02
-
-
 class Pending:
     """Messages under way, and the world ranks at their other ends."""
 
@@ -208,51 +202,56 @@ class Pending:
         self.requests.append(request)
         self.ranks.append(rank)
 
+    def done(self, doing: str) -> bool:
+        """Move the messages on and say whether all are complete. Local.
+
+        Raises
+        ------
+        CommunicationError
+            If MPI refuses a message.
+        """
+        try:
+            if not MPI.Request.Testall(self.requests):
+                return False
+        except MPI.Exception as error:
+            raise _unfit(error, doing) from error
+        self.requests.clear()
+        self.ranks.clear()
+        return True
+
     def wait(self, control: Control, doing: str) -> None:
         """Return when all messages are complete. Local.
 
-        Polls; after some misses it yields the core at each, later it sleeps between.
+        Polls, and moves all other operations of this rank on.
 
         Raises
         ------
         CommunicationError
             If a rank at the other end has left, or MPI refuses a message.
         """
-        if not self.requests:
-            return
-        try:
+        if self.requests:
             self._poll(control, doing)
-        except MPI.Exception as error:
-            raise CommunicationError(
-                f"{doing}: a message does not fit ({_cause(error)}); all members must "
-                "make the same calls, with arrays of matching shapes and dtypes"
-            ) from error
-        self.requests.clear()
-        self.ranks.clear()
 
     def _poll(self, control: Control, doing: str) -> None:
-        requests = self.requests
-        all_done = MPI.Request.Testall
-        for _ in range(_SPINS):
-            if all_done(requests):
-                return
-        start = watched = time.perf_counter()
-        while not all_done(requests):
-            now = time.perf_counter()
-            if now - start < _SPIN_SECONDS:
-                os.sched_yield()
-                continue
-            if now - watched > _WATCH_SECONDS:
-                watched = now
-                control.check_awaited(self._awaited(), doing)
-            time.sleep(_PAUSE_SECONDS)
+        progress.wait(
+            lambda: self.done(doing),
+            lambda: control.check_awaited(self.awaited(), doing),
+        )
 
-    def _awaited(self) -> list[int]:
+    def awaited(self) -> list[int]:
+        """World ranks at the other ends of the messages that are not complete."""
         return [
             rank
             for request, rank in zip(self.requests, self.ranks, strict=True)
             if not request.Test()
         ]
+
+
+def _unfit(error: MPI.Exception, doing: str) -> CommunicationError:
+    return CommunicationError(
+        f"{doing}: a message does not fit ({_cause(error)}); all members must make the "
+        "same calls, with arrays of matching shapes and dtypes"
+    )
 
 
 def _cause(error: MPI.Exception) -> str:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 if TYPE_CHECKING:
-    from tparmpi.comm.control import Pending
+    from tparmpi.comm.control import Control, Pending
 
 Array = Any
 
@@ -26,6 +26,8 @@ class Transport(ABC):
         As in the table that `init` gathers.
     rank, size : int
         This rank's place among the members, and their number.
+    control : Control
+        Says which ranks have ended.
     xp : module
         The array module of working arrays.
     """
@@ -33,6 +35,7 @@ class Transport(ABC):
     name: str
     rank: int
     size: int
+    control: Control
     xp: Any
 
     @abstractmethod
@@ -60,7 +63,11 @@ class Transport(ABC):
 
     @abstractmethod
     def pending(self) -> Pending:
-        """Return an empty set of messages under way. Local."""
+        """Return an empty set of messages under way. Local.
+
+        Its `Pending.done` completes them: what is to follow a message, such as a copy
+        to where the array is, is done there.
+        """
 
     @abstractmethod
     def start_send(self, pending: Pending, flat: Array, member: int, tag: int) -> None:
@@ -74,7 +81,3 @@ class Transport(ABC):
         self, pending: Pending, flat: Array, member: int, tag: int
     ) -> None:
         """Start to receive into a one-dim working array. Local."""
-
-    @abstractmethod
-    def wait(self, pending: Pending, doing: str) -> None:
-        """Return when all messages of `pending` are complete. Local."""

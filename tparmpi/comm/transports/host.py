@@ -44,7 +44,7 @@ class HostTransport(Transport):
         self.rank = comm.rank
         self.size = comm.size
         self._members = members
-        self._control = control
+        self.control = control
         self._isend = comm.Isend
         self._irecv = comm.Irecv
 
@@ -83,9 +83,6 @@ class HostTransport(Transport):
         for piece in _messages(flat):
             pending.requests.append(self._irecv(piece, member, tag))
             pending.ranks.append(self._members[member])
-
-    def wait(self, pending: Pending, doing: str) -> None:
-        pending.wait(self._control, doing)
 
 
 def _messages(flat: Array) -> list[tuple[Array, int, MPI.Datatype]]:

@@ -1,0 +1,113 @@
+"""Handles: operations that were started and go on while the rank does other things."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from tparmpi.comm import progress
+from tparmpi.errors import ShapeError, UsageError
+
+if TYPE_CHECKING:
+    from tparmpi.comm.algorithms import Steps
+    from tparmpi.comm.call import Call
+    from tparmpi.comm.control import Pending
+
+_T = TypeVar("_T")
+
+# How often those who only look learn of members that have left.
+_WATCH_SECONDS = 0.1
+
+
+class Handle(Generic[_T]):
+    """An operation under way, started by a method of ``group.start``.
+
+    It keeps the arrays that the operation uses. The array given to the operation must
+    stay as it is until the handle is done.
+    """
+
+    def __init__(self, call: Call, steps: Steps[_T]) -> None:
+        self._call = call
+        self._steps: Steps[_T] | None = steps
+        self._pending: Pending | None = None
+        self._result: Any = None
+        self._error: BaseException | None = None
+        self._watched = time.monotonic()
+        self.is_seen = False
+
+    def __repr__(self) -> str:
+        state = "done" if self._steps is None else "under way"
+        return f"<handle of {self._call}: {state}>"
+
+    def done(self) -> bool:
+        """Say whether the operation is complete, and move all operations on. Local.
+
+        Complete is also one that failed: `wait` says why.
+        """
+        progress.poll()
+        if self._steps is not None:
+            now = time.monotonic()
+            if now - self._watched > _WATCH_SECONDS:
+                self._watched = now
+                self._watch()
+        self.is_seen = self._steps is None
+        return self.is_seen
+
+    def wait(self) -> _T:
+        """Return the operation's result when it is complete. Local.
+
+        All other operations of this rank move on meanwhile.
+
+        Raises
+        ------
+        CommunicationError
+            If another member has left, or the members' calls do not fit together.
+        """
+        self.is_seen = True
+        if self._steps is not None:
+            progress.poll()
+            if self._steps is not None:
+                progress.wait(self._is_complete, self._watch)
+        if self._error is not None:
+            raise self._error
+        result: _T = self._result
+        return result
+
+    def check_refusal(self) -> None:
+        """Raise the error of an operation that refused its arguments. Local."""
+        if isinstance(self._error, (UsageError, ShapeError)):
+            raise self._error
+
+    def advance(self) -> bool:
+        """Go on as far as possible without waiting; return whether it is the end.
+
+        For the progress engine, which calls it from one thread at a time.
+        """
+        steps = self._steps
+        if steps is None:
+            return True
+        try:
+            while self._pending is None or self._pending.done(self._call.kind):
+                self._pending = next(steps)
+        except StopIteration as stop:
+            self._result = stop.value
+            self._finish(None)
+        except Exception as error:
+            # Not for whoever happens to look, but for the one who waits for it.
+            self._finish(error)
+        return self._steps is None
+
+    def _finish(self, error: BaseException | None) -> None:
+        self._error = error
+        self._pending = None
+        self._call.end(error)
+        self._steps = None
+
+    def _is_complete(self) -> bool:
+        progress.poll()
+        return self._steps is None
+
+    def _watch(self) -> None:
+        pending = self._pending
+        if pending is not None:
+            self._call.watch(pending)
