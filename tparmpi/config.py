@@ -21,9 +21,13 @@ class Environment:
     device : {"cpu", "cuda"} or None
         ``TPARMPI_DEVICE``: the kind of device to bind ranks to. None chooses a GPU
         where there is one.
+    progress_thread : bool
+        ``TPARMPI_PROGRESS_THREAD``: whether a thread moves non-blocking operations on,
+        where MPI lets several threads call it.
     """
 
     device: str | None = None
+    progress_thread: bool = True
 
     @classmethod
     def read(cls, variables: Mapping[str, str]) -> Environment:
@@ -38,7 +42,17 @@ class Environment:
         if device is not None and device not in DEVICE_KINDS:
             choices = " or ".join(DEVICE_KINDS)
             raise UsageError(f"TPARMPI_DEVICE must be {choices}, it is {device!r}")
-        return cls(device=device)
+        return cls(
+            device=device,
+            progress_thread=_flag(variables, "TPARMPI_PROGRESS_THREAD", default=True),
+        )
+
+
+def _flag(variables: Mapping[str, str], name: str, *, default: bool) -> bool:
+    value = variables.get(name) or None
+    if value not in (None, "0", "1"):
+        raise UsageError(f"{name} must be 0 or 1, it is {value!r}")
+    return default if value is None else value == "1"
 
 
 @cache

@@ -48,7 +48,16 @@ class Call:
         Payload bytes that this rank sends; the operation sets it.
     """
 
-    __slots__ = ("_channel", "_entry", "_pair", "kind", "link", "place", "sent")
+    __slots__ = (
+        "_channel",
+        "_entry",
+        "kind",
+        "link",
+        "pair",
+        "place",
+        "sent",
+        "sequence",
+    )
 
     def __init__(
         self,
@@ -60,9 +69,10 @@ class Call:
     ) -> None:
         self.place = place
         self._channel = channel
-        self._pair = pair
+        self.pair = pair
         self._entry: Entry | None = None
         self.kind = kind
+        self.sequence = sequence
         self.link: Link | None = None
         self.sent = 0
         transport = channel.transport
@@ -115,7 +125,7 @@ class Call:
         if error is not None and not isinstance(error, _REFUSALS):
             # Messages may still be under way: the tag stays taken.
             return
-        self._channel.end(self.link.tag, self._pair)
+        self._channel.end(self.link.tag, self.pair)
         if self._entry is not None and error is None:
             self._entry.close(self.kind, self.place.label, self.sent)
 

@@ -20,7 +20,7 @@ import zlib
 from types import TracebackType
 from typing import TYPE_CHECKING, NoReturn
 
-from tparmpi.comm import exits
+from tparmpi.comm import exits, progress
 from tparmpi.comm.launcher import launched
 
 if TYPE_CHECKING:
@@ -32,6 +32,8 @@ ALIKE_SECONDS = 1.0
 SECOND_SECONDS = 4.0
 # How long MPI may take to start or to end the job before this process ends by force.
 FORCE_SECONDS = 4.0
+# How long an operation that nobody waited for may take to end when the rank leaves.
+LEAK_SECONDS = 1.0
 
 _INTERRUPTED = 130
 
@@ -216,6 +218,9 @@ def _at_exit() -> None:
         # A fork of a rank.
         return
     code = exits.code()
+    leaked = progress.close(0.0 if code else LEAK_SECONDS)
+    if leaked and code == 0:
+        _print(leaked, None if _world is None else _world.rank)
     if in_job():
         leave(code)
     if _world is None or _is_finalized():

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from tparmpi.comm import progress
+from tparmpi.comm.ledger import call_site
 from tparmpi.errors import ShapeError, UsageError
 
 if TYPE_CHECKING:
@@ -18,40 +20,58 @@ _T = TypeVar("_T")
 # How often those who only look learn of members that have left.
 _WATCH_SECONDS = 0.1
 
+_numbers = itertools.count()
+
 
 class Handle(Generic[_T]):
     """An operation under way, started by a method of ``group.start``.
 
     It keeps the arrays that the operation uses. The array given to the operation must
     stay as it is until the handle is done.
+
+    Attributes
+    ----------
+    place : Members
+        Where the operation goes on.
+    steps : int
+        How often it has moved on.
     """
 
     def __init__(self, call: Call, steps: Steps[_T]) -> None:
+        self.place = call.place
+        self.steps = 0
         self._call = call
         self._steps: Steps[_T] | None = steps
         self._pending: Pending | None = None
         self._result: Any = None
         self._error: BaseException | None = None
         self._watched = time.monotonic()
-        self.is_seen = False
+        self._number = next(_numbers)
+        progress.unseen[self._number] = f"{call!r}, started at {call_site()}"
 
     def __repr__(self) -> str:
         state = "done" if self._steps is None else "under way"
-        return f"<handle of {self._call}: {state}>"
+        return f"<handle of {self._call!r}: {state}>"
 
     def done(self) -> bool:
         """Say whether the operation is complete, and move all operations on. Local.
 
-        Complete is also one that failed: `wait` says why.
+        One that failed is complete too: `wait` says why.
+
+        Raises
+        ------
+        CommunicationError
+            If another member has left, so that it will never be complete.
         """
         progress.poll()
-        if self._steps is not None:
-            now = time.monotonic()
-            if now - self._watched > _WATCH_SECONDS:
-                self._watched = now
-                self._watch()
-        self.is_seen = self._steps is None
-        return self.is_seen
+        if self._steps is None:
+            self._see()
+            return True
+        now = time.monotonic()
+        if now - self._watched > _WATCH_SECONDS:
+            self._watched = now
+            self._watch()
+        return False
 
     def wait(self) -> _T:
         """Return the operation's result when it is complete. Local.
@@ -63,25 +83,28 @@ class Handle(Generic[_T]):
         CommunicationError
             If another member has left, or the members' calls do not fit together.
         """
-        self.is_seen = True
-        if self._steps is not None:
-            progress.poll()
-            if self._steps is not None:
-                progress.wait(self._is_complete, self._watch)
+        self._see()
+        self.settle()
         if self._error is not None:
             raise self._error
         result: _T = self._result
         return result
 
+    def settle(self) -> None:
+        """Return when the operation is complete, or has failed. Local."""
+        if self._steps is not None:
+            progress.wait(self._is_complete, self._watch)
+
     def check_refusal(self) -> None:
         """Raise the error of an operation that refused its arguments. Local."""
         if isinstance(self._error, (UsageError, ShapeError)):
+            self._see()
             raise self._error
 
     def advance(self) -> bool:
         """Go on as far as possible without waiting; return whether it is the end.
 
-        For the progress engine, which calls it from one thread at a time.
+        For the progress engine, which holds its lock.
         """
         steps = self._steps
         if steps is None:
@@ -89,18 +112,23 @@ class Handle(Generic[_T]):
         try:
             while self._pending is None or self._pending.done(self._call.kind):
                 self._pending = next(steps)
+                self.steps += 1
         except StopIteration as stop:
             self._result = stop.value
             self._finish(None)
         except Exception as error:
             # Not for whoever happens to look, but for the one who waits for it.
             self._finish(error)
+        except BaseException as error:
+            self._finish(error)
+            raise
         return self._steps is None
 
     def _finish(self, error: BaseException | None) -> None:
         self._error = error
         self._pending = None
         self._call.end(error)
+        self.steps += 1
         self._steps = None
 
     def _is_complete(self) -> bool:
@@ -108,6 +136,9 @@ class Handle(Generic[_T]):
         return self._steps is None
 
     def _watch(self) -> None:
-        pending = self._pending
-        if pending is not None:
-            self._call.watch(pending)
+        with progress.lock:
+            if self._pending is not None:
+                self._call.watch(self._pending)
+
+    def _see(self) -> None:
+        progress.unseen.pop(self._number, None)

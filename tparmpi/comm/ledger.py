@@ -174,7 +174,7 @@ class Entry:
     def __init__(self) -> None:
         self._books = tuple(active)
         self._operator = current.operator
-        self._site = _call_site()
+        self._site = call_site()
         self._start = perf_counter()
 
     def close(self, kind: str, axis: str, sent: int) -> None:
@@ -185,7 +185,8 @@ class Entry:
             book.records.append(entry)
 
 
-def _call_site() -> str:
+def call_site() -> str:
+    """Return ``file:line`` of the nearest caller outside the package. Local."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith(_PACKAGE):
         frame = frame.f_back

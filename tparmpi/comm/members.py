@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tparmpi.backend import get
+from tparmpi.comm import progress
 from tparmpi.comm.device import Device
 from tparmpi.comm.place import Place
 from tparmpi.comm.settings import common_settings
@@ -65,9 +66,12 @@ class Members(Place):
     def close(self) -> None:
         """Make the group unusable and free what it holds.
 
-        The last group of the same members frees their communicator. Closing twice, or
-        on a rank that is no member, does nothing.
+        Waits for its operations that are under way. The last group of the same members
+        frees their communicator. Closing twice, or on a rank that is no member, does
+        nothing.
         """
+        if progress.active:
+            progress.settle(self)
         channel = self._channel
         self.is_closed = True
         if channel is None:

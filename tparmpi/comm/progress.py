@@ -1,49 +1,71 @@
 """The progress engine of a rank: moves its non-blocking operations on.
 
 MPI moves messages, and sums are made, only while somebody asks. Whoever waits for one
-operation asks for all of them, and the dispatcher of operators asks between two.
+operation asks for all of them; the dispatcher of operators asks between two; and where
+MPI lets several threads call it, a thread asks while none of them does.
 """
 
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from tparmpi.config import environment
+
 if TYPE_CHECKING:
     from tparmpi.comm.handle import Handle
+    from tparmpi.comm.members import Members
 
 active: list[Handle[Any]] = []
 """The operations under way, in the order in which they were started."""
 
-_lock = threading.Lock()
+unseen: dict[int, str] = {}
+"""What was started and not yet seen done: number of the handle, and description."""
+
+lock = threading.Lock()
+"""Held while operations move on, by one thread at a time."""
 
 _SPINS = 20
 _SPIN_SECONDS = 0.005
 _PAUSE_SECONDS = 0.0001
 _WATCH_SECONDS = 0.02
+_STOP_SECONDS = 1.0
+_LEAKS_SHOWN = 5
 
 
 def add(handle: Handle[Any]) -> None:
     """Take the first steps of an operation, and move it on from now on. Local."""
-    with _lock:
+    with lock:
         if not handle.advance():
             active.append(handle)
+            _thread.wake()
 
 
-def poll() -> None:
-    """Move all operations on as far as they go without waiting. Local."""
+def poll() -> bool:
+    """Move all operations on as far as they go without waiting. Local.
+
+    Returns
+    -------
+    bool
+        Whether one of them moved.
+    """
     # Whoever holds the lock is doing it.
-    if not _lock.acquire(blocking=False):
-        return
+    if not lock.acquire(blocking=False):
+        return False
     try:
+        moved = False
         for handle in tuple(active):
+            steps = handle.steps
             if handle.advance():
                 active.remove(handle)
+            moved |= handle.steps != steps
+        return moved
     finally:
-        _lock.release()
+        lock.release()
 
 
 def wait(done: Callable[[], bool], watch: Callable[[], None]) -> None:
@@ -63,15 +85,116 @@ def wait(done: Callable[[], bool], watch: Callable[[], None]) -> None:
             return
         if active:
             poll()
+    _thread.rest()
     start = watched = time.perf_counter()
-    while not done():
-        if active:
-            poll()
-        now = time.perf_counter()
-        if now - start < _SPIN_SECONDS:
-            os.sched_yield()
-            continue
-        if now - watched > _WATCH_SECONDS:
-            watched = now
-            watch()
+    try:
+        while not done():
+            now = time.perf_counter()
+            if active and poll():
+                start = now
+            if now - start < _SPIN_SECONDS:
+                os.sched_yield()
+                continue
+            if now - watched > _WATCH_SECONDS:
+                watched = now
+                watch()
+            time.sleep(_PAUSE_SECONDS)
+    finally:
+        _thread.resume()
+
+
+def settle(place: Members) -> None:
+    """Return when no operation of `place` is under way. Local."""
+    for handle in tuple(active):
+        if handle.place is place:
+            handle.settle()
+
+
+def close(seconds: float) -> str:
+    """End the thread, and report the operations that nobody saw done. Local.
+
+    Parameters
+    ----------
+    seconds
+        How long those under way may take to end, as other ranks may wait for them.
+
+    Returns
+    -------
+    str
+        Lines for the user; empty if all is well.
+    """
+    end = time.monotonic() + seconds
+    while active and time.monotonic() < end:
+        poll()
         time.sleep(_PAUSE_SECONDS)
+    _thread.stop()
+    if not unseen:
+        return ""
+    lines = [
+        f"{len(unseen)} operations were started and never waited for; call wait() on "
+        f"each handle ({len(active)} are still under way):"
+    ]
+    lines += [f"  {what}" for what in list(unseen.values())[:_LEAKS_SHOWN]]
+    if len(unseen) > _LEAKS_SHOWN:
+        lines.append(f"  and {len(unseen) - _LEAKS_SHOWN} more")
+    return "\n".join(lines)
+
+
+class _Thread:
+    """Moves operations on while no other thread of this rank waits or asks."""
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._wanted: bool | None = None
+        self._work = threading.Event()
+        self._stopped = False
+        self._waiting = 0
+
+    def wake(self) -> None:
+        """Look after operations from now on; started where MPI allows it. Local."""
+        if self._wanted is None:
+            self._wanted = _may_have_thread()
+        if not self._wanted or self._stopped:
+            return
+        if self._thread is None:
+            self._thread = threading.Thread(
+                target=self._run, name="tparmpi-progress", daemon=True
+            )
+            self._thread.start()
+        self._work.set()
+
+    def rest(self) -> None:
+        """Leave the operations to a thread that waits for one. Local."""
+        self._waiting += 1
+
+    def resume(self) -> None:
+        """Look after operations again. Local."""
+        self._waiting -= 1
+
+    def stop(self) -> None:
+        """End the thread. Local."""
+        self._stopped = True
+        self._work.set()
+        if self._thread is not None:
+            self._thread.join(_STOP_SECONDS)
+            self._thread = None
+
+    def _run(self) -> None:
+        while not self._stopped:
+            if not active:
+                self._work.clear()
+                if not active:
+                    self._work.wait()
+                continue
+            if self._waiting or not poll():
+                time.sleep(_PAUSE_SECONDS)
+
+
+_thread = _Thread()
+
+
+def _may_have_thread() -> bool:
+    if not environment().progress_thread:
+        return False
+    mpi = sys.modules.get("mpi4py.MPI")
+    return mpi is not None and mpi.Query_thread() == mpi.THREAD_MULTIPLE
