@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from tparmpi.comm import progress
+from tparmpi.comm import progress, ring
 from tparmpi.comm.algorithms import Link, Steps
+from tparmpi.comm.check import checked
 from tparmpi.comm.handle import Handle
 from tparmpi.comm.ledger import Entry, active
-from tparmpi.errors import ShapeError, UsageError
+from tparmpi.errors import CollectiveMismatchError, ShapeError, UsageError
 
 if TYPE_CHECKING:
     from tparmpi.comm.channel import Channel
@@ -22,7 +23,7 @@ Array = Any
 _T = TypeVar("_T")
 
 # Raised before anything is sent.
-_REFUSALS = (UsageError, ShapeError)
+_REFUSALS = (UsageError, ShapeError, CollectiveMismatchError)
 
 
 class Call:
@@ -51,6 +52,7 @@ class Call:
     __slots__ = (
         "_channel",
         "_entry",
+        "_recorded",
         "kind",
         "link",
         "pair",
@@ -81,6 +83,7 @@ class Call:
                 self._entry = Entry()
             tag = channel.begin(place.id, sequence, pair)
             self.link = Link(transport, tag, kind)
+            self._recorded = ring.recorder.enter(kind, place.recorded_as, sequence)
 
     def __repr__(self) -> str:
         return f"{self.kind} on {self.place!r}"
@@ -93,7 +96,7 @@ class Call:
         operation
             Called with this call and the `arguments`.
         """
-        steps = operation(self, *arguments)
+        steps = self._steps(operation, arguments)
         try:
             while True:
                 self._wait(next(steps))
@@ -113,7 +116,7 @@ class Call:
         UsageError, ShapeError
             If the operation refuses its arguments.
         """
-        handle = Handle(self, operation(self, *arguments))
+        handle = Handle(self, self._steps(operation, arguments))
         progress.add(handle)
         handle.check_refusal()
         return handle
@@ -122,9 +125,13 @@ class Call:
         """Close the call, which has run or failed. Local."""
         if self.link is None:
             return
-        if error is not None and not isinstance(error, _REFUSALS):
-            # Messages may still be under way: the tag stays taken.
-            return
+        if error is None:
+            ring.recorder.leave(self._recorded)
+        else:
+            ring.recorder.break_off(self._recorded)
+            if not isinstance(error, _REFUSALS):
+                # Messages may still be under way: the tag stays taken.
+                return
         self._channel.end(self.link.tag, self.pair)
         if self._entry is not None and error is None:
             self._entry.close(self.kind, self.place.label, self.sent)
@@ -138,7 +145,15 @@ class Call:
             If one that `pending` has messages from or to has ended.
         """
         assert self.link is not None
-        self.link.transport.control.check_awaited(pending.awaited(), self.kind)
+        pending.watch(self.link.transport.control, self.kind)
+
+    def _steps(
+        self, operation: Callable[..., Steps[_T]], arguments: Sequence[Any]
+    ) -> Steps[_T]:
+        checker = self.place.checker
+        if checker is None or self.link is None:
+            return operation(self, *arguments)
+        return checked(checker, self, operation, arguments)
 
     def _wait(self, pending: Pending) -> None:
         assert self.link is not None

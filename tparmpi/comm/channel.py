@@ -9,8 +9,8 @@ from mpi4py import MPI
 
 from tparmpi.comm import progress
 from tparmpi.comm.tags import describe, fold
+from tparmpi.comm.transports import choice
 from tparmpi.comm.transports.base import Transport
-from tparmpi.comm.transports.host import HostTransport
 from tparmpi.errors import GroupError
 
 if TYPE_CHECKING:
@@ -42,6 +42,7 @@ class Channel:
     """
 
     def __init__(self, world: World, members: tuple[int, ...]) -> None:
+        self._world = world
         self.members = members
         self.in_flight: set[tuple[int, tuple[int, int] | None]] = set()
         self._free_ids: list[int] = []
@@ -50,7 +51,8 @@ class Channel:
         self.transport: Transport | None = None
         if len(members) > 1:
             self.comm = world.communicator(members)
-            self.transport = HostTransport(self.comm, members, world.control)
+            devices = [world.devices[rank] for rank in members]
+            self.transport = choice.make(devices, self.comm, members, world.control)
             bound = self.comm.Get_attr(MPI.TAG_UB)
             self.tag_bound = bound if isinstance(bound, int) else 32_767
 
@@ -101,5 +103,5 @@ class Channel:
     def free(self) -> None:
         """Free the communicator. Collective over the members."""
         if self.comm is not None:
-            self.comm.Free()
+            self._world.free(self.comm)
             self.comm = self.transport = None

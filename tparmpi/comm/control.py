@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -64,6 +64,12 @@ class Control:
         The other ranks that have ended, as far as known.
     own : Notice or None
         What this rank has said.
+    awaited : sequence of int
+        The ranks that this one was last seen to wait for.
+    listener : callable or None
+        Takes (rank, word) of each word that another rank tells this one.
+    services : list of callable
+        Called whenever this rank looks for notices.
     """
 
     def __init__(self, comm: MPI.Intracomm) -> None:
@@ -72,6 +78,9 @@ class Control:
         self.size: int = comm.size
         self.ended: dict[int, Notice] = {}
         self.own: Notice | None = None
+        self.awaited: Sequence[int] = ()
+        self.listener: Callable[[int, int], None] | None = None
+        self.services: list[Callable[[], None]] = []
         self._lock = threading.Lock()
         self._sends: list[MPI.Request] = []
         bound = comm.Get_attr(MPI.TAG_UB)
@@ -84,11 +93,18 @@ class Control:
                 return
             self.own = Notice(failed, code, digest, time.monotonic())
             message = np.array([failed, code, digest], np.int64)
-            self._sends = [
+            self._sends += [
                 self.comm.Isend([message, MPI.INT64_T], other, _NOTICE_TAG)
                 for other in range(self.size)
                 if other != self.rank
             ]
+
+    def tell(self, rank: int, word: int) -> None:
+        """Tell another rank's listener a word. Local."""
+        message = np.array([word], np.int64)
+        with self._lock:
+            request = self.comm.Isend([message, MPI.INT64_T], rank, self._tag_bound)
+            self._sends.append(request)
 
     def poll(self) -> None:
         """Take in the notices that have arrived. Local."""
@@ -99,12 +115,23 @@ class Control:
             while True:
                 message = self.comm.Improbe(MPI.ANY_SOURCE, _NOTICE_TAG, status)
                 if message is None:
-                    return
+                    break
                 received = np.empty(_FIELDS, np.int64)
                 message.Recv([received, MPI.INT64_T])
                 failed, code, digest = received.tolist()
                 notice = Notice(bool(failed), code, digest, time.monotonic())
                 self.ended[status.Get_source()] = notice
+            if self.listener is not None:
+                self._listen(self.listener)
+        for serve in self.services:
+            serve()
+
+    def _listen(self, listener: Callable[[int, int], None]) -> None:
+        status = MPI.Status()
+        word = np.empty(1, np.int64)
+        while message := self.comm.Improbe(MPI.ANY_SOURCE, self._tag_bound, status):
+            message.Recv([word, MPI.INT64_T])
+            listener(status.Get_source(), int(word[0]))
 
     def others_ended(self, seconds: float | None) -> bool:
         """Wait until all other ranks have ended, at most `seconds`; return whether.
@@ -151,6 +178,7 @@ class Control:
         CommunicationError
             If one of the `awaited` ranks has left, or should long have ended the job.
         """
+        self.awaited = awaited
         self.poll()
         now = time.monotonic()
         for rank in awaited:
@@ -174,6 +202,7 @@ class Control:
         """
         size, me = len(members), members.index(self.rank)
         name = zlib.crc32(np.array(members, np.int64).tobytes())
+        # Between the tag of the notices and that of the words.
         tag = 1 + name % (self._tag_bound - 1)
         token = np.zeros(1, np.uint8)
         heard = np.empty(1, np.uint8)
@@ -214,7 +243,7 @@ class Pending:
             if not MPI.Request.Testall(self.requests):
                 return False
         except MPI.Exception as error:
-            raise _unfit(error, doing) from error
+            raise unfit(error, doing) from error
         self.requests.clear()
         self.ranks.clear()
         return True
@@ -233,10 +262,17 @@ class Pending:
             self._poll(control, doing)
 
     def _poll(self, control: Control, doing: str) -> None:
-        progress.wait(
-            lambda: self.done(doing),
-            lambda: control.check_awaited(self.awaited(), doing),
-        )
+        progress.wait(lambda: self.done(doing), lambda: self.watch(control, doing))
+
+    def watch(self, control: Control, doing: str) -> None:
+        """Refuse to wait for ranks that have ended. Local.
+
+        Raises
+        ------
+        CommunicationError
+            If a rank at the other end of a message has.
+        """
+        control.check_awaited(self.awaited(), doing)
 
     def awaited(self) -> list[int]:
         """World ranks at the other ends of the messages that are not complete."""
@@ -247,7 +283,8 @@ class Pending:
         ]
 
 
-def _unfit(error: MPI.Exception, doing: str) -> CommunicationError:
+def unfit(error: MPI.Exception, doing: str) -> CommunicationError:
+    """Return the error of a message that MPI refuses."""
     return CommunicationError(
         f"{doing}: a message does not fit ({_cause(error)}); all members must make the "
         "same calls, with arrays of matching shapes and dtypes"

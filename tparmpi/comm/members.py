@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tparmpi.backend import get
-from tparmpi.comm import progress
+from tparmpi.comm import progress, ring
 from tparmpi.comm.device import Device
 from tparmpi.comm.place import Place
 from tparmpi.comm.settings import common_settings
@@ -19,7 +19,19 @@ if TYPE_CHECKING:
 
 
 class Members(Place):
-    """A place made of devices that share a channel."""
+    """A place made of devices that share a channel.
+
+    Attributes
+    ----------
+    ranks : tuple of int
+        World rank of each member.
+    checker : Checker or None
+        Compares what members call, where that is asked for.
+    number : int
+        Tells it from all groups of the same members, for the checker.
+    recorded_as : int
+        What stands for it in the record of this rank's calls.
+    """
 
     def __init__(self, devices: tuple[Device, ...]) -> None:
         from tparmpi.comm.runtime import world_state
@@ -37,7 +49,7 @@ class Members(Place):
         self.cache = {}
         self.is_closed = False
         self.label = "*".join(self.axes)
-        self._ranks = ranks
+        self.ranks = ranks
         self._channel: Channel | None = None
         self._user_comm: MPI.Intracomm | None = None
         self._sequence = 0
@@ -45,11 +57,15 @@ class Members(Place):
         if self.is_member:
             self._channel = self._world.channel(ranks)
             self.id = self._channel.take_id()
+            self.checker = self._world.checker
+            if self.checker is not None:
+                self.number = self.checker.number(ranks)
+            self.recorded_as = ring.recorder.text(repr(self))
 
     def __repr__(self) -> str:
         axes = ", ".join(f"{a}={n}" for a, n in zip(self.axes, self.shape, strict=True))
         kind = type(self).__name__.lower()
-        return f"<{kind} {axes} of ranks {describe(self._ranks)}>"
+        return f"<{kind} {axes} of ranks {describe(self.ranks)}>"
 
     @property
     def comm(self) -> MPI.Intracomm:
@@ -79,7 +95,7 @@ class Members(Place):
         self._channel = None
         if self._user_comm is not None:
             self._world.user_comms.remove(self._user_comm)
-            self._user_comm.Free()
+            self._world.free(self._user_comm)
             self._user_comm = None
         channel.give_back_id(self.id)
         if channel.groups == 0:

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from tparmpi.comm import ring
 from tparmpi.config import environment
 
 if TYPE_CHECKING:
@@ -87,19 +88,24 @@ def wait(done: Callable[[], bool], watch: Callable[[], None]) -> None:
             poll()
     _thread.rest()
     start = watched = time.perf_counter()
+    recorder = ring.recorder
     try:
         while not done():
             now = time.perf_counter()
             if active and poll():
                 start = now
+                recorder.go_on()
             if now - start < _SPIN_SECONDS:
                 os.sched_yield()
                 continue
+            if not recorder.waits:
+                recorder.wait()
             if now - watched > _WATCH_SECONDS:
                 watched = now
                 watch()
             time.sleep(_PAUSE_SECONDS)
     finally:
+        recorder.go_on()
         _thread.resume()
 
 

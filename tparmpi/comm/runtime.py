@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import secrets
 import threading
 from typing import TYPE_CHECKING, Any
 
 from tparmpi.comm import binding, failure
 from tparmpi.comm.launcher import launched
 from tparmpi.comm.settings import DeviceSettings
+from tparmpi.config import environment
 from tparmpi.errors import CommunicationError, GroupError, UsageError
 
 if TYPE_CHECKING:
@@ -127,14 +129,18 @@ def _start(comm: MPI.Intracomm | None, settings: DeviceSettings) -> World:
 def _gather(state: World, bound: binding.Bound, settings: DeviceSettings) -> None:
     """Fill in the devices of all ranks, and their group. Collective over all ranks."""
     global _world
+    from tparmpi.comm import watchdog
     from tparmpi.comm.device import Device
     from tparmpi.comm.group import check_devices, make_group
 
     row = binding.describe(state.comm, bound)
     row["settings"] = settings
+    row["check"] = environment().check
+    row["token"] = secrets.token_hex(4)
     table: list[dict[str, Any]] = state.comm.allgather(row)
     binding.limit_threads(table, state.rank)
     binding.warn_of_sharing(table, state.rank)
+    binding.warn_of_staging(table, state.rank)
     state.devices = tuple(
         Device(
             rank,
@@ -150,6 +156,10 @@ def _gather(state: World, bound: binding.Bound, settings: DeviceSettings) -> Non
         for rank, entry in enumerate(table)
     )
     _world = state
+    if state.size > 1:
+        watchdog.start(state, table, environment().watchdog)
+        if any(entry["check"] for entry in table):
+            state.check_calls()
     try:
         state.group = make_group(check_devices("world", state.devices), "group")
     except GroupError:
