@@ -6,8 +6,11 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
+from typing import TypeVar
 
 from tparmpi.errors import UsageError
+
+_T = TypeVar("_T")
 
 DEVICE_KINDS = ("cpu", "cuda")
 
@@ -61,7 +64,7 @@ class Environment:
         )
 
 
-def _flag(variables: Mapping[str, str], name: str, *, default: bool) -> bool:
+def _flag(variables: Mapping[str, str], name: str, *, default: _T) -> bool | _T:
     value = variables.get(name) or None
     if value not in (None, "0", "1"):
         raise UsageError(f"{name} must be 0 or 1, it is {value!r}")

@@ -238,7 +238,7 @@ def meet(link: Link) -> Steps[None]:
     distance = 1
     while distance < link.size:
         pending = link.pending()
-        heard = link.transport.empty((1,), token.dtype)
+        heard = np.empty_like(token)
         link.receive(pending, heard, (link.rank - distance) % link.size)
         link.send(pending, token, (link.rank + distance) % link.size)
         yield pending

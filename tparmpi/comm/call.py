@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from tparmpi.comm.channel import Channel
     from tparmpi.comm.control import Pending
     from tparmpi.comm.members import Members
+    from tparmpi.comm.transports.streams import Turn
 
 Array = Any
 _T = TypeVar("_T")
@@ -45,6 +46,8 @@ class Call:
     ----------
     link : Link or None
         None where there is one member, and nothing to send.
+    turn : Turn or None
+        Where its work comes among that of the caller's streams, if there are any.
     sent : int
         Payload bytes that this rank sends; the operation sets it.
     """
@@ -59,6 +62,7 @@ class Call:
         "place",
         "sent",
         "sequence",
+        "turn",
     )
 
     def __init__(
@@ -76,6 +80,7 @@ class Call:
         self.kind = kind
         self.sequence = sequence
         self.link: Link | None = None
+        self.turn: Turn | None = None
         self.sent = 0
         transport = channel.transport
         if transport is not None:
@@ -83,6 +88,7 @@ class Call:
                 self._entry = Entry()
             tag = channel.begin(place.id, sequence, pair)
             self.link = Link(transport, tag, kind)
+            self.turn = transport.turn()
             self._recorded = ring.recorder.enter(kind, place.recorded_as, sequence)
 
     def __repr__(self) -> str:
@@ -136,6 +142,11 @@ class Call:
         if self._entry is not None and error is None:
             self._entry.close(self.kind, self.place.label, self.sent)
 
+    @property
+    def is_counted(self) -> bool:
+        """Whether a ledger wants to know what is sent."""
+        return self._entry is not None
+
     def watch(self, pending: Pending) -> None:
         """Refuse to wait for members that have ended. Local.
 
@@ -152,8 +163,10 @@ class Call:
     ) -> Steps[_T]:
         checker = self.place.checker
         if checker is None or self.link is None:
-            return operation(self, *arguments)
-        return checked(checker, self, operation, arguments)
+            steps = operation(self, *arguments)
+        else:
+            steps = checked(checker, self, operation, arguments)
+        return steps if self.turn is None else self.turn.drive(steps, *arguments)
 
     def _wait(self, pending: Pending) -> None:
         assert self.link is not None
@@ -194,6 +207,11 @@ class Call:
                 f"{self.kind}: out must have the result's dtype {dtype}, it has "
                 f"{out.dtype}"
             )
+        if self.link is not None and not isinstance(out, self.xp.ndarray):
+            raise UsageError(
+                f"{self.kind}: out must be an array of {self.xp.__name__}, as the "
+                f"result is, it is a {type(out).__module__}.{type(out).__qualname__}"
+            )
         if isinstance(out, np.ndarray) and not out.flags.writeable:
             raise UsageError(f"{self.kind}: out is read-only")
 
@@ -232,8 +250,10 @@ class Call:
         return out
 
     def empty(self, shape: Sequence[int], dtype: np.dtype[Any]) -> Array:
-        """Return an uninitialised working array."""
+        """Return an uninitialised working array that the caller may get."""
         assert self.link is not None
+        if self.turn is not None:
+            return self.turn.empty(shape, dtype)
         return self.link.transport.empty(shape, dtype)
 
     def copy(self, array: Array, out: Array | None = None) -> Array:
@@ -243,4 +263,8 @@ class Call:
             self.check_out(out, values.shape, values.dtype)
             out[...] = values
             return out
+        if self.turn is not None:
+            copied = self.turn.empty(array.shape, array.dtype)
+            copied[...] = self.take_in(array)
+            return copied
         return array.copy(order="C") if hasattr(array, "dtype") else np.array(array)

@@ -87,6 +87,8 @@ class Handle(Generic[_T]):
         self.settle()
         if self._error is not None:
             raise self._error
+        if self._call.turn is not None:
+            self._call.turn.hand_over()
         result: _T = self._result
         return result
 

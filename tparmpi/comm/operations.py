@@ -148,7 +148,10 @@ def gather(
         else:
             part = yield from receive_array(call, member, FIRST)
             parts.append(part)
-    return call.give_out(call.xp.concatenate(parts, dim), out)
+    total = sum(part.shape[dim] for part in parts)
+    joined = call.target(out, with_dim(data.shape, dim, total), data.dtype, data)
+    call.xp.concatenate(parts, dim, out=joined)
+    return call.give_out(joined, out)
 
 
 def scatter(
@@ -167,7 +170,7 @@ def scatter(
     for member in link.others():
         yield from send_array(link, blocks[member], member, FIRST)
     call.sent = data.nbytes - blocks[root].nbytes
-    return call.give_out(blocks[root].copy(), out)
+    return call.copy(blocks[root], out)
 
 
 def send(call: Call, array: Array, to: int) -> Steps[None]:

@@ -5,7 +5,7 @@ Fresh pages cost as much as moving the data: the system clears each at first tou
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
 
@@ -18,14 +18,22 @@ _ROUND_BYTES = 64 * 2**10
 
 
 class Scratch:
-    """Host memory to borrow for the length of a call."""
+    """Memory to borrow for the length of a call.
 
-    def __init__(self) -> None:
-        self._free: list[np.ndarray[Any, Any]] = []
+    Parameters
+    ----------
+    allocate : callable
+        Returns an uninitialised uint8 array of a number of bytes; of host memory if
+        not given.
+    """
 
-    def borrow(
-        self, shape: Sequence[int], dtype: np.dtype[Any]
-    ) -> np.ndarray[Any, np.dtype[Any]]:
+    def __init__(
+        self, allocate: Callable[[int], Any] = lambda n: np.empty(n, np.uint8)
+    ) -> None:
+        self._allocate = allocate
+        self._free: list[Any] = []
+
+    def borrow(self, shape: Sequence[int], dtype: np.dtype[Any]) -> Any:
         """Return an uninitialised array; `give_back` it when nothing uses it. Local."""
         nbytes = prod(shape) * dtype.itemsize
         fitting = [buffer for buffer in self._free if buffer.size >= nbytes]
@@ -34,13 +42,13 @@ class Scratch:
             self._free = [other for other in self._free if other is not buffer]
         else:
             rounded = -(-nbytes // _ROUND_BYTES) * _ROUND_BYTES
-            buffer = np.empty(rounded, np.uint8)
+            buffer = self._allocate(rounded)
         return buffer[:nbytes].view(dtype).reshape(shape)
 
-    def give_back(self, array: np.ndarray[Any, Any]) -> None:
+    def give_back(self, array: Any) -> None:
         """Take back a borrowed array, of which no message is under way. Local."""
         buffer = array
-        while isinstance(buffer.base, np.ndarray):
+        while buffer.base is not None:
             buffer = buffer.base
         kept = sum(other.size for other in self._free)
         if kept + buffer.size <= _KEPT_BYTES:

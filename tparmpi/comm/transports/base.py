@@ -10,6 +10,7 @@ import numpy as np
 
 if TYPE_CHECKING:
     from tparmpi.comm.control import Control, Pending
+    from tparmpi.comm.transports.streams import Turn
 
 Array = Any
 
@@ -38,6 +39,14 @@ class Transport(ABC):
     control: Control
     xp: Any
 
+    def turn(self) -> Turn | None:
+        """Return the order of a call's work among the caller's streams. Local.
+
+        None where there are no streams. The other methods are called within it, but
+        for those of messages, which are looked at from anywhere.
+        """
+        return None
+
     @abstractmethod
     def take_in(self, array: Array) -> Array:
         """Return the values of a rank's array as a working array. Local.
@@ -51,7 +60,10 @@ class Transport(ABC):
 
     @abstractmethod
     def empty(self, shape: Sequence[int], dtype: np.dtype[Any]) -> Array:
-        """Return an uninitialised working array. Local."""
+        """Return an uninitialised working array for the call's own use. Local.
+
+        `Turn.empty` makes those that the caller gets.
+        """
 
     @abstractmethod
     def borrow(self, shape: Sequence[int], dtype: np.dtype[Any]) -> Array:
@@ -73,11 +85,15 @@ class Transport(ABC):
     def start_send(self, pending: Pending, flat: Array, member: int, tag: int) -> None:
         """Start to send a one-dim working array, which must stay as it is. Local.
 
-        An array without elements sends nothing.
+        What work given to streams before still writes there is sent as well. An array
+        without elements sends nothing. One in host memory can be sent by any transport.
         """
 
     @abstractmethod
     def start_receive(
         self, pending: Pending, flat: Array, member: int, tag: int
     ) -> None:
-        """Start to receive into a one-dim working array. Local."""
+        """Start to receive into a one-dim working array. Local.
+
+        What work given to streams before still reads there is not yet overwritten.
+        """
