@@ -21,6 +21,7 @@ from mpi4py import MPI
 
 from tparmpi.comm import progress, ring
 from tparmpi.comm.control import GRACE_SECONDS, Control
+from tparmpi.comm.headers import Header, header_of
 from tparmpi.comm.ledger import call_site
 from tparmpi.comm.tags import describe
 from tparmpi.errors import CollectiveMismatchError
@@ -41,25 +42,6 @@ _TAG = 0
 _HEADER, _QUESTION, _ANSWER, _VERDICT = range(4)
 
 _ADVICE = "all members of a group must make its calls, in the same order"
-
-
-@dataclass(frozen=True)
-class Header:
-    """What a member says that it calls.
-
-    Parameters
-    ----------
-    compared : tuple
-        Equal on all members of a call that is right.
-    text : str
-        The call with its arguments.
-    site : str
-        Its source line.
-    """
-
-    compared: tuple[Any, ...]
-    text: str
-    site: str
 
 
 @dataclass(frozen=True)
@@ -152,7 +134,7 @@ class Meeting:
     def awaited(self) -> list[int]:
         """World ranks of the members that have not come."""
         come = self._checker.headers.get(self.key, {})
-        return [rank for rank in self.members if rank not in come]
+        return sorted(rank for rank in self.members if rank not in come)
 
     def describe(self) -> str:
         """Return the call, its group and its source line as text. Local."""
@@ -276,7 +258,7 @@ class Checker:
                 data = np.empty(self._status.Get_count(MPI.BYTE), np.uint8)
                 message.Recv([data, MPI.BYTE])
                 # Only ever what another rank of this very program has packed.
-                self._take_in(self._status.Get_source(), *pickle.loads(data))
+                self._take_in(self._status.Get_source(), *pickle.loads(data.data))
         finally:
             self._lock.release()
 
@@ -331,8 +313,11 @@ class Checker:
                 after = f" (its last call: {last})" if last else ""
                 parts.append(f"rank {rank} has left the program{after}")
             else:
+                plural = "s" if len(state.missing) > 1 else ""
                 missing = ", ".join(map(str, state.missing))
-                parts.append(f"rank {rank} waits for rank {missing} in {state.text}")
+                parts.append(
+                    f"rank {rank} waits for rank{plural} {missing} in {state.text}"
+                )
         text = f"calls that can never end: {'; '.join(parts)}; {_ADVICE}"
         states = [state for state in path.values() if state is not None]
         keys = [state.key for state in states]
@@ -453,69 +438,6 @@ def _after(meeting: Any, steps: Steps[_T]) -> Steps[_T]:
     yield meeting
     result = yield from steps
     return result
-
-
-# For each call the names of its arguments, as `operations` takes them. "array" and
-# "value" differ between members by right where a root has one of its own.
-_ARGUMENTS: dict[str, Sequence[str]] = {
-    "all_reduce": ("array", "op"),
-    "reduce_scatter": ("array", "dim", "op"),
-    "all_gather": ("array", "dim", "sizes"),
-    "all_to_all": ("array", "split_dim", "concat_dim", "sizes"),
-    "broadcast": ("value", "root"),
-    "gather": ("array", "root", "dim"),
-    "scatter": ("value", "root", "dim"),
-    "send": ("value", "to"),
-    "recv": ("source",),
-    "barrier": (),
-    "broadcast_object": ("value", "root"),
-    "all_gather_object": ("value",),
-}
-# The dim whose length is each member's own.
-_OWN_LENGTH = {"all_gather": "dim", "gather": "dim", "all_to_all": "concat_dim"}
-# The two sides of a message are one call.
-_MESSAGES = frozenset({"send", "recv"})
-
-
-def header_of(kind: str, arguments: Sequence[Any]) -> Header:
-    """Return what a member says of its call. Local.
-
-    Parameters
-    ----------
-    kind
-        The call.
-    arguments
-        As the operation of this name takes them.
-    """
-    names = _ARGUMENTS[kind]
-    given = dict(zip(names, arguments, strict=False))
-    compared: list[Any] = ["message" if kind in _MESSAGES else kind]
-    shown = []
-    for name, value in given.items():
-        if name == "array":
-            array = value if hasattr(value, "dtype") else np.asarray(value)
-            shape = tuple(array.shape)
-            shown.append(f"{array.dtype.name} {shape}")
-            compared.append((array.dtype.name, _without(shape, given, kind)))
-        elif name == "value":
-            if hasattr(value, "dtype"):
-                shown.append(f"{value.dtype.name} {tuple(value.shape)}")
-        else:
-            if name == "sizes" and value is not None:
-                value = tuple(value)
-            shown.append(f"{name}={value}")
-            if kind not in _MESSAGES:
-                compared.append(value)
-    text = f"{kind}({', '.join(shown)})"
-    return Header(tuple(compared), text, call_site())
-
-
-def _without(
-    shape: tuple[int, ...], given: dict[str, Any], kind: str
-) -> tuple[int, ...]:
-    """`shape` without the length that is each member's own."""
-    own = given.get(_OWN_LENGTH.get(kind, ""))
-    return tuple(-1 if dim == own else size for dim, size in enumerate(shape))
 
 
 def communicator_meeting(

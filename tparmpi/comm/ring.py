@@ -138,10 +138,12 @@ class Ring:
         """Return the number of a text. Local."""
         return self._texts[text]
 
-    def enter(self, kind: str, place: int, sequence: int) -> int:
+    def enter(
+        self, kind: str, place: int, sequence: int, depth: int = _DEPTH
+    ) -> int:
         """Record that a call begins; return its entry, for `leave`. Local.
 
-        Called `_DEPTH` frames below the caller of the call's method.
+        Called `depth` frames below the caller of the call's method.
 
         Parameters
         ----------
@@ -151,11 +153,13 @@ class Ring:
             Number of the text that describes its group.
         sequence
             Its number in the group.
+        depth
+            Frames from this one up to that of the caller.
         """
         count = self._count
         self._count = count + 1
         entry = _HEADER_BYTES + count % CALLS * 48
-        frame = _frame(_DEPTH)
+        frame = _frame(depth)
         for _ in _NEAR:
             code = frame.f_code
             if not _inside[code.co_filename]:
@@ -438,8 +442,9 @@ def _remove_stale(parent: Path) -> None:
         # A mapped file's time does not tell when it was last written to.
         found = read(path) if is_old else None
         if is_old and (found is None or not found.is_alive):
-            path.unlink(missing_ok=True)
-            stacks_of(path).unlink(missing_ok=True)
+            job = path.name.partition("-")[0]
+            for left in (path, stacks_of(path), *parent.glob(f"{job}-*.claim")):
+                left.unlink(missing_ok=True)
 
 
 def _parse(data: bytes) -> Recorded:

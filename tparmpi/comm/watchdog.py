@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,11 +31,12 @@ from tparmpi.comm import failure, ring, work
 if TYPE_CHECKING:
     from tparmpi.comm.state import World
 
-# How long ranks may take to tell where they are, and what makes the interpreter of one
-# that does not write its stacks. Others that hang as well leave the telling to the
-# first; if that one does not end the job, they do.
+# How long ranks may take to tell where they are, and the interpreter of one that does
+# not to write its stacks. Other nodes do the same meanwhile.
 ANSWER_SECONDS = 3.0
 SIGNAL_SECONDS = 0.5
+REMOTE_SECONDS = 5.0
+# The first rank of a node asks for all; if it does not end the job, the others do.
 LEADER_SECONDS = 20.0
 
 CALLS_SHOWN = 12
@@ -116,7 +117,7 @@ class Watchdog:
             if self._hears:
                 self._control.poll()
             if self._is_told:
-                self._lead(ends=False)
+                self._lead()
             if ring.recorder.is_asked():
                 self._answer()
             self._look()
@@ -148,15 +149,12 @@ class Watchdog:
                     self._rank,
                 )
         elif self._ends_at == float("inf"):
-            self._ends_at = now + LEADER_SECONDS
-            failure.say(
+            self._lead(
                 f"watchdog: {self._waiting(now - since)}; the latest calls and the "
                 "stacks of all ranks follow, then the job ends. TPARMPI_WATCHDOG sets "
                 "the seconds; work that may take longer on one rank belongs in "
-                "`with tpm.long_work(reason):`",
-                self._rank,
+                "`with tpm.long_work(reason):`"
             )
-            self._lead(ends=True)
 
     def _waiting(self, seconds: float) -> str:
         calls = ring.recorder.read().calls
@@ -178,13 +176,17 @@ class Watchdog:
                 busy.append(f"rank {rank} is in long_work: {found.reason}")
         return busy
 
-    def _lead(self, *, ends: bool) -> None:
-        """Make all ranks of this node tell where they are, unless another rank does."""
+    def _lead(self, why: str = "") -> None:
+        """Make all ranks of this node tell where they are, unless another rank does.
+
+        Then end the job, if this is the rank that knows `why`.
+        """
         self._is_told = False
         self._ends_at = min(self._ends_at, time.monotonic() + LEADER_SECONDS)
         if not self._is_first():
             return
-        if ends:
+        if why:
+            failure.say(why, self._rank)
             self.tell_remote(_DUMP)
         for path in self._local.values():
             with contextlib.suppress(FileNotFoundError):
@@ -193,9 +195,9 @@ class Watchdog:
         silent = self._wait_for_answers()
         for rank in silent:
             self._answer_for(rank)
-        if ends:
+        if why:
             if self._remote:
-                time.sleep(ANSWER_SECONDS)
+                time.sleep(REMOTE_SECONDS)
             if ring.recorder.path is not None:
                 failure.say(
                     f"watchdog: {ring.CALLS} calls of each rank are kept in "
@@ -251,7 +253,8 @@ class Watchdog:
             os.kill(found.pid, _SIGNAL)
             time.sleep(SIGNAL_SECONDS)
             lines += ["its threads do not run; the interpreter says:"]
-            lines += stacks.read_text(errors="replace").splitlines()
+            with contextlib.suppress(FileNotFoundError):
+                lines += stacks.read_text(errors="replace").splitlines()
         failure.say("\n".join(lines), rank)
 
 
@@ -331,7 +334,7 @@ def _listen_to_signal() -> None:
     faulthandler.register(_SIGNAL, file=file, all_threads=True)
 
 
-def _heading(found: ring.Recorded) -> Iterator[str] | list[str]:
+def _heading(found: ring.Recorded) -> list[str]:
     lines = [f"process {found.pid}; latest calls:"]
     lines += [f"  {line}" for line in found.lines(CALLS_SHOWN)] or ["  none"]
     return lines
