@@ -78,22 +78,23 @@ class _Texts(dict[str, int]):
     def __init__(self, room: mmap.mmap) -> None:
         self._room = room
         self._stop = _TEXTS
-        self["?"] = _UNKNOWN
-        self._write("?")
+        self._next = _UNKNOWN
+        self["?"] = self._write("?")
 
     def __missing__(self, text: str) -> int:
-        number = self[text] = len(self) if self._write(text) else _UNKNOWN
+        number = self[text] = self._write(text)
         return number
 
-    def _write(self, text: str) -> bool:
+    def _write(self, text: str) -> int:
         line = text.replace("\n", " ").encode(errors="replace") + b"\n"
         start, stop = self._stop, self._stop + len(line)
         # The last byte stays 0: it ends the texts.
         if stop >= FILE_BYTES:
-            return False
+            return _UNKNOWN
         self._room[start:stop] = line
         self._stop = stop
-        return True
+        self._next += 1
+        return self._next - 1
 
 
 _inside = _Inside()
@@ -138,9 +139,7 @@ class Ring:
         """Return the number of a text. Local."""
         return self._texts[text]
 
-    def enter(
-        self, kind: str, place: int, sequence: int, depth: int = _DEPTH
-    ) -> int:
+    def enter(self, kind: str, place: int, sequence: int, depth: int = _DEPTH) -> int:
         """Record that a call begins; return its entry, for `leave`. Local.
 
         Called `depth` frames below the caller of the call's method.
