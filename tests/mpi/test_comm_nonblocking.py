@@ -163,7 +163,7 @@ def test_a_message_does_not_wait_for_a_collective_that_waits_for_it(group):
     if not group.is_member or group.size == 1:
         return
     # The same number, and so the same tag, but for the pair.
-    group._sequence = 0
+    group.sequence = 0
     handle = None
     if group.rank == 0:
         handle = group.start.barrier()

@@ -11,6 +11,7 @@ its messages.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
+from functools import cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -73,9 +74,14 @@ class Link:
         """Start to receive into `flat` from a member."""
         self.transport.start_receive(pending, flat, source, self.tag + phase)
 
-    def others(self) -> list[int]:
+    def others(self) -> tuple[int, ...]:
         """The other members, the next one first, so that not all send to one."""
-        return [(self.rank + step) % self.size for step in range(1, self.size)]
+        return _others(self.rank, self.size)
+
+
+@cache
+def _others(rank: int, size: int) -> tuple[int, ...]:
+    return tuple((rank + step) % size for step in range(1, size))
 
 
 def exchange(

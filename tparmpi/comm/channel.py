@@ -38,13 +38,13 @@ class Channel:
     transport : Transport or None
         None for a single member, which has nothing to send.
     in_flight : set
-        The operations under way: first tag, and pair of members or None.
+        The operations under way: first tags, with the pair of members if it is theirs.
     """
 
     def __init__(self, world: World, members: tuple[int, ...]) -> None:
         self._world = world
         self.members = members
-        self.in_flight: set[tuple[int, tuple[int, int] | None]] = set()
+        self.in_flight: set[int | tuple[int, tuple[int, int]]] = set()
         self._free_ids: list[int] = []
         self._next_id = 0
         self.comm: MPI.Intracomm | None = None
@@ -91,14 +91,15 @@ class Channel:
         A `pair` (source, target) has a sequence, and so tags, of its own.
         """
         tag = fold(group_id, sequence, self.tag_bound)
-        if (tag, pair) in self.in_flight:
-            progress.wait(lambda: (tag, pair) not in self.in_flight, lambda: None)
-        self.in_flight.add((tag, pair))
+        key = tag if pair is None else (tag, pair)
+        if key in self.in_flight:
+            progress.wait(lambda: key not in self.in_flight, lambda: None)
+        self.in_flight.add(key)
         return tag
 
     def end(self, tag: int, pair: tuple[int, int] | None = None) -> None:
         """Free an operation's tag. Local."""
-        self.in_flight.discard((tag, pair))
+        self.in_flight.discard(tag if pair is None else (tag, pair))
 
     def free(self) -> None:
         """Free the communicator. Collective over the members."""

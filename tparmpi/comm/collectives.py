@@ -59,6 +59,10 @@ class Collectives(Members):
         ShapeError
             If `out` has another shape.
         """
+        if out is None and self._quick is not None:
+            total = self._quick.all_reduce(array, op)
+            if total is not None:
+                return total
         call = self.begin("all_reduce")
         return call.run(operations.all_reduce, array, op, out)
 
@@ -238,8 +242,8 @@ class Collectives(Members):
             raise UsageError(
                 f"{kind}: {self!r} has no member {root}; they are numbered from 0"
             )
-        sequence = self._sequence
-        self._sequence = sequence + 1
+        sequence = self.sequence
+        self.sequence = sequence + 1
         return Call(self, channel, kind, sequence)
 
     def begin_message(self, kind: str, source: int, to: int) -> Call:

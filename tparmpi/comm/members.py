@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
     from tparmpi.comm.channel import Channel
+    from tparmpi.comm.quick import Quick
 
 
 class Members(Place):
@@ -51,8 +52,9 @@ class Members(Place):
         self.label = "*".join(self.axes)
         self.ranks = ranks
         self._channel: Channel | None = None
+        self._quick: Quick | None = None
         self._user_comm: MPI.Intracomm | None = None
-        self._sequence = 0
+        self.sequence = 0
         self._messages: dict[tuple[int, int], int] = {}
         if self.is_member:
             self._channel = self._world.channel(ranks)
@@ -61,6 +63,11 @@ class Members(Place):
             if self.checker is not None:
                 self.number = self.checker.number(ranks)
             self.recorded_as = ring.recorder.text(repr(self))
+            transport = self._channel.transport
+            if transport is not None and self.checker is None:
+                from tparmpi.comm.quick import quick_for
+
+                self._quick = quick_for(self, self._channel)
 
     def __repr__(self) -> str:
         axes = ", ".join(f"{a}={n}" for a, n in zip(self.axes, self.shape, strict=True))
@@ -92,7 +99,7 @@ class Members(Place):
         self.is_closed = True
         if channel is None:
             return
-        self._channel = None
+        self._channel = self._quick = None
         if self._user_comm is not None:
             self._world.user_comms.remove(self._user_comm)
             self._world.free(self._user_comm)

@@ -34,8 +34,9 @@ def all_reduce(call: Call, array: Array, op: str, out: Array | None) -> Steps[Ar
         yield from algorithms.reduce_whole(link, flat, into, fold)
     else:
         yield from algorithms.reduce_everywhere(link, flat, into, fold)
-    own = chunk(flat.size, size, link.rank)[1]
-    call.sent = (flat.size + (size - 2) * own) * flat.itemsize
+    if call.is_counted:
+        own = chunk(flat.size, size, link.rank)[1]
+        call.sent = (flat.size + (size - 2) * own) * flat.itemsize
     return call.give_out(total, out)
 
 
