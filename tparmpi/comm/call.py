@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from tparmpi.comm import progress, ring
+from tparmpi.comm.abandoned import keep
 from tparmpi.comm.algorithms import Link, Steps
 from tparmpi.comm.check import checked
 from tparmpi.comm.handle import Handle
@@ -102,8 +103,8 @@ class Call:
         operation
             Called with this call and the `arguments`.
         """
-        steps = self._steps(operation, arguments)
         try:
+            steps = self._steps(operation, arguments)
             while True:
                 self._wait(next(steps))
         except StopIteration as stop:
@@ -137,6 +138,7 @@ class Call:
             ring.recorder.break_off(self._recorded)
             if not isinstance(error, _REFUSALS):
                 # Messages may still be under way: the tag stays taken.
+                keep(error)
                 return
         self._channel.end(self.link.tag, self.pair)
         if self._entry is not None and error is None:

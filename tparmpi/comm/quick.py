@@ -12,6 +12,7 @@ import numpy as np
 from mpi4py import MPI
 
 from tparmpi.comm import algorithms, ring
+from tparmpi.comm.abandoned import keep
 from tparmpi.comm.control import Pending, unfit
 from tparmpi.comm.folding import OPERATIONS, Plain, fold_of
 from tparmpi.comm.ledger import active
@@ -98,8 +99,9 @@ class Quick:
             parts[self._me] = array
             out = room.fold(parts)
             parts[self._me] = None
-        except BaseException:
+        except BaseException as error:
             # Messages may still be under way: the tag stays taken, the room is lost.
+            keep(error)
             channel.in_flight.add(tag)
             recorder.break_off(entry)
             raise
