@@ -199,6 +199,12 @@ class Call:
         """
         if out is None:
             return
+        kind = object if self.link is None else self.xp.ndarray
+        if not (isinstance(out, kind) and hasattr(out, "dtype")):
+            raise UsageError(
+                f"{self.kind}: out must be an array of {self.xp.__name__}, as the "
+                f"result is, it is a {type(out).__module__}.{type(out).__qualname__}"
+            )
         if out.shape != shape:
             raise ShapeError(
                 f"{self.kind}: out must have the result's shape {shape}, it has "
@@ -208,11 +214,6 @@ class Call:
             raise UsageError(
                 f"{self.kind}: out must have the result's dtype {dtype}, it has "
                 f"{out.dtype}"
-            )
-        if self.link is not None and not isinstance(out, self.xp.ndarray):
-            raise UsageError(
-                f"{self.kind}: out must be an array of {self.xp.__name__}, as the "
-                f"result is, it is a {type(out).__module__}.{type(out).__qualname__}"
             )
         if isinstance(out, np.ndarray) and not out.flags.writeable:
             raise UsageError(f"{self.kind}: out is read-only")
