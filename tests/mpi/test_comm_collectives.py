@@ -286,9 +286,11 @@ def test_messages_keep_their_order_and_do_not_mix_with_collectives(group):
     for number in range(20):
         text = np.array([number, group.rank])
         if group.rank == 0:
-            group.send(text, target)
+            # A blocking one might wait for the receiver, who comes later.
+            sent = group.start.send(text, target)
             group.all_reduce(np.ones(3))
             got = group.recv(source)
+            sent.wait()
         else:
             # The message waits while a collective goes through.
             group.all_reduce(np.ones(3))
