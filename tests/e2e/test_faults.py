@@ -238,6 +238,13 @@ if rank < 2:
 """,
         ["rank 0 waits for rank 1", "rank 1 waits for rank 2", "rank 2 has left"],
     ),
+    "making another group": (
+        """
+orders = [(2, 1, 0), (1, 2, 0), (2, 0, 1)]
+tpm.group([tpm.devices()[other] for other in orders[rank]])
+""",
+        ["in making the group of ranks (1, 2, 0)", "(2, 0, 1)", "(2, 1, 0)"],
+    ),
     "with another shape": (
         "world.all_reduce(np.ones(4 + (rank == 2)))",
         [
