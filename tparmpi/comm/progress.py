@@ -31,6 +31,8 @@ lock = threading.Lock()
 """Held while operations move on, by one thread at a time."""
 
 _SPINS = 20
+# Where each rank has a core to itself, yielding it gains nobody anything.
+_OWN_CORE_SECONDS = 0.001
 _SPIN_SECONDS = 0.005
 _PAUSE_SECONDS = 0.0001
 _WATCH_SECONDS = 0.02
@@ -72,7 +74,8 @@ def poll() -> bool:
 def wait(done: Callable[[], bool], watch: Callable[[], None]) -> None:
     """Return when `done` says so, and move other operations on meanwhile. Local.
 
-    After some misses it yields the core at each, later it sleeps between.
+    After some misses it yields the core at each, unless the rank has it to itself, and
+    later it sleeps between.
 
     Parameters
     ----------
@@ -96,7 +99,8 @@ def wait(done: Callable[[], bool], watch: Callable[[], None]) -> None:
                 start = now
                 recorder.go_on()
             if now - start < _SPIN_SECONDS:
-                os.sched_yield()
+                if now - start > _rank.spin_seconds:
+                    os.sched_yield()
                 continue
             if not recorder.waits:
                 recorder.wait()
@@ -107,6 +111,11 @@ def wait(done: Callable[[], bool], watch: Callable[[], None]) -> None:
     finally:
         recorder.go_on()
         _thread.resume()
+
+
+def count_cores(share: float) -> None:
+    """Take in how many cores this rank may count on. Local."""
+    _rank.spin_seconds = _OWN_CORE_SECONDS if share >= 1 else 0.0
 
 
 def settle(place: Members) -> None:
@@ -144,6 +153,15 @@ def close(seconds: float) -> str:
     if len(unseen) > _LEAKS_SHOWN:
         lines.append(f"  and {len(unseen) - _LEAKS_SHOWN} more")
     return "\n".join(lines)
+
+
+class _Rank:
+    """How long this rank may keep its core while it waits."""
+
+    spin_seconds = 0.0
+
+
+_rank = _Rank()
 
 
 class _Thread:

@@ -6,7 +6,7 @@ import secrets
 import threading
 from typing import TYPE_CHECKING, Any
 
-from tparmpi.comm import binding, failure
+from tparmpi.comm import binding, failure, progress
 from tparmpi.comm.launcher import launched
 from tparmpi.comm.settings import DeviceSettings
 from tparmpi.config import environment
@@ -139,6 +139,7 @@ def _gather(state: World, bound: binding.Bound, settings: DeviceSettings) -> Non
     row["token"] = secrets.token_hex(4)
     table: list[dict[str, Any]] = state.comm.allgather(row)
     binding.limit_threads(table, state.rank)
+    progress.count_cores(binding.usable_cores(table, state.rank))
     binding.warn_of_sharing(table, state.rank)
     binding.warn_of_staging(table, state.rank)
     state.devices = tuple(

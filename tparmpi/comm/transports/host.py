@@ -9,6 +9,7 @@ import numpy as np
 from mpi4py import MPI
 
 from tparmpi.comm.control import Control, Pending
+from tparmpi.comm.lent import Lender
 from tparmpi.comm.scratch import Scratch
 from tparmpi.comm.transports.base import Array, Transport
 
@@ -17,6 +18,7 @@ from tparmpi.comm.transports.base import Array, Transport
 MESSAGE_BYTES = 2**30
 
 _scratch = Scratch()
+_results = Lender()
 
 # MPI gets at the memory of these kinds directly; others (bfloat16) hide it.
 _PLAIN_KINDS = frozenset("biufc")
@@ -61,7 +63,7 @@ class HostTransport(Transport):
         return array if place.kind == "cpu" else place.backend.from_host(array)
 
     def empty(self, shape: Sequence[int], dtype: np.dtype[Any]) -> Array:
-        return np.empty(shape, dtype)
+        return _results.empty(shape, dtype)
 
     def borrow(self, shape: Sequence[int], dtype: np.dtype[Any]) -> Array:
         return _scratch.borrow(shape, dtype)
