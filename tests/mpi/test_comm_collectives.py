@@ -364,6 +364,9 @@ def test_what_is_refused_leaves_the_group_usable(group):
 
 def test_arrays_that_do_not_fit_are_an_error():
     pair = tpm.group(tpm.devices()[:2])
+    if pair.checker is not None:
+        pair.close()
+        pytest.skip("calls are checked: they say more, in test_comm_check")
     if pair.is_member and pair.rank == 0:
         # The longer message arrives here; the other member gets a short one.
         with pytest.raises(CommunicationError, match="all_reduce: a message does not"):

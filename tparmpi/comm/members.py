@@ -51,6 +51,7 @@ class Members(Place):
         self.is_closed = False
         self.label = "*".join(self.axes)
         self.ranks = ranks
+        self.checker = self._world.checker
         self._channel: Channel | None = None
         self._quick: Quick | None = None
         self._user_comm: MPI.Intracomm | None = None
@@ -59,7 +60,6 @@ class Members(Place):
         if self.is_member:
             self._channel = self._world.channel(ranks)
             self.id = self._channel.take_id()
-            self.checker = self._world.checker
             if self.checker is not None:
                 self.number = self.checker.number(ranks)
             self.recorded_as = ring.recorder.text(repr(self))
