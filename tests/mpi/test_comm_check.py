@@ -81,6 +81,10 @@ DIFFERENT = {
         lambda group, odd: group.all_reduce(FOUR.astype("f4") if odd else FOUR),
         ("float32 (4,)", "float64 (4,)"),
     ),
+    "byte order": (
+        lambda group, odd: group.all_reduce(FOUR.astype(">f8") if odd else FOUR),
+        (">f8 (4,)", "float64 (4,)"),
+    ),
     "operation": (
         lambda group, odd: group.all_reduce(FOUR, "max" if odd else "sum"),
         ("op=max", "op=sum"),
@@ -225,6 +229,13 @@ def test_a_handle_that_is_waited_for(make):
     everybody_says(text)
     assert "rank 1 calls all_reduce(float64 (4,), op=sum)" in text
     assert group.all_reduce(np.array(1)) == 4
+
+
+def test_a_started_call_is_refused_by_wait(make):
+    group = make(0, 1, 2, 3)
+    handle = group.start.all_reduce(FOUR, "product")
+    with pytest.raises(UsageError, match="op"):
+        handle.wait()
 
 
 def test_messages_that_cross(make):

@@ -44,9 +44,10 @@ def paths(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.fixture
-def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def alone() -> Iterator[None]:
     """No thread moves operations on."""
-    monkeypatch.setattr(progress._thread, "_wanted", False)
+    with progress.thread(wanted=False):
+        yield
 
 
 @pytest.fixture(autouse=True)
@@ -259,6 +260,8 @@ def test_few_tags_are_enough(group, bound):
 def test_what_is_refused_is_refused_at_once(group):
     if not group.is_member:
         return
+    if group.checker is not None:
+        pytest.skip("calls are checked: the comparison comes first, wait refuses")
     array = np.arange(6.0).reshape(2, 3)
     start = group.start
     for call, error in [

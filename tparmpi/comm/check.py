@@ -78,7 +78,7 @@ class Meeting:
         checker: Checker,
         key: _Key,
         members: tuple[int, ...],
-        place: str,
+        place: object,
         header: Header,
     ) -> None:
         self._checker = checker
@@ -212,7 +212,7 @@ class Checker:
         number: int,
         pair: tuple[int, int] | None,
         sequence: int,
-        place: str,
+        place: object,
         header: Header,
     ) -> Meeting:
         """Tell the other members what this rank calls; return the meeting. Local.
@@ -228,7 +228,7 @@ class Checker:
         sequence
             Number of the call in the group or between the two.
         place
-            The group as text.
+            The group, or its text.
         header
             What is called.
         """
@@ -237,7 +237,7 @@ class Checker:
             members = members[pair[0]], members[pair[1]]
         meeting = Meeting(self, key, members, place, header)
         self.headers.setdefault(key, {})[self._rank] = header
-        message = pickle.dumps((_HEADER, key, header), pickle.HIGHEST_PROTOCOL)
+        message = pickle.dumps((_HEADER, key, tuple(header)), pickle.HIGHEST_PROTOCOL)
         for rank in members:
             if rank != self._rank:
                 self._send(message, rank)
@@ -337,7 +337,7 @@ class Checker:
 
     def _take_in(self, source: int, kind: int, about: Any, what: Any) -> None:
         if kind == _HEADER:
-            self.headers.setdefault(about, {})[source] = what
+            self.headers.setdefault(about, {})[source] = Header(*what)
         elif kind == _QUESTION:
             answer = (_ANSWER, None, self.waiting())
             self._send(pickle.dumps(answer, pickle.HIGHEST_PROTOCOL), source)
@@ -428,7 +428,7 @@ def checked(
         place.number,
         call.pair,
         call.sequence,
-        repr(place),
+        place,
         header_of(call.kind, arguments),
     )
     return _after(meeting, operation(call, *arguments))

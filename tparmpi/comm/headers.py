@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from tparmpi.comm.ledger import call_site
 
 
-@dataclass(frozen=True)
-class Header:
+class Header(NamedTuple):
     """What a member says that it calls.
 
     Parameters
@@ -63,26 +62,43 @@ def header_of(kind: str, arguments: Sequence[Any]) -> Header:
         As the operation of this name takes them.
     """
     names = _ARGUMENTS[kind]
-    given = dict(zip(names, arguments, strict=False))
+    given = tuple(_plain(n, a) for n, a in zip(names, arguments, strict=False))
+    try:
+        compared, text = _described(kind, given)
+    except TypeError:
+        # An argument of a kind that the operation will refuse.
+        compared, text = _described.__wrapped__(kind, given)
+    return Header(compared, text, call_site())
+
+
+def _plain(name: str, value: Any) -> Any:
+    """An argument, or what is compared of an array."""
+    if name == "array" and not hasattr(value, "dtype"):
+        value = np.asarray(value)
+    if name in ("array", "value"):
+        return (value.dtype, value.shape) if hasattr(value, "dtype") else None
+    return tuple(value) if name == "sizes" and value is not None else value
+
+
+@lru_cache(maxsize=1024)
+def _described(kind: str, arguments: tuple[Any, ...]) -> tuple[tuple[Any, ...], str]:
+    """What is compared of a call, and its text."""
+    given = dict(zip(_ARGUMENTS[kind], arguments, strict=False))
     compared: list[Any] = ["message" if kind in _MESSAGES else kind]
     shown = []
     for name, value in given.items():
-        if name == "array":
-            array = value if hasattr(value, "dtype") else np.asarray(value)
-            shape = tuple(array.shape)
-            shown.append(f"{array.dtype.name} {shape}")
-            compared.append((array.dtype.name, _without(shape, given, kind)))
-        elif name == "value":
-            if hasattr(value, "dtype"):
-                shown.append(f"{value.dtype.name} {tuple(value.shape)}")
+        if name in ("array", "value"):
+            if value is not None:
+                dtype = value[0].name if value[0].isnative else value[0].str
+                shape = tuple(value[1])
+                shown.append(f"{dtype} {shape}")
+                if name == "array":
+                    compared.append((dtype, _without(shape, given, kind)))
         else:
-            if name == "sizes" and value is not None:
-                value = tuple(value)
             shown.append(f"{name}={value}")
             if kind not in _MESSAGES:
                 compared.append(value)
-    text = f"{kind}({', '.join(shown)})"
-    return Header(tuple(compared), text, call_site())
+    return tuple(compared), f"{kind}({', '.join(shown)})"
 
 
 def _without(
