@@ -12,6 +12,7 @@ and refuse to be read by the host without a copy.
 
 from __future__ import annotations
 
+import ctypes
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -51,10 +52,15 @@ _Stream: TypeAlias = Stream
 _Event: TypeAlias = Event
 
 
-class _PinnedMemory(np.ndarray[Any, Any]):
-    """Host memory that copies go to and from while the host does other things."""
-
-    block: Block
+def _pinned_memory(block: Block) -> Any:
+    """Memory of a block for `numpy.frombuffer`; arrays of it keep it alive."""
+    # Not an array itself: NumPy's arrays refer to the memory below another array.
+    kind = type(
+        "PinnedMemory",
+        (ctypes.Array,),
+        {"_type_": ctypes.c_ubyte, "_length_": block.seen.size},
+    )
+    return kind.from_buffer(block.seen)
 
 
 class Array:
@@ -275,11 +281,10 @@ class _Cuda:
     def get_current_stream(self) -> _Stream:
         return self._device.streams.current
 
-    def alloc_pinned_memory(self, size: int) -> _PinnedMemory:
+    def alloc_pinned_memory(self, size: int) -> Any:
         block = Block(size)
-        memory = np.ndarray.__new__(_PinnedMemory, (size,), np.uint8, block.seen.data)
-        memory.block = block
-        self._device.pin(memory)
+        memory = _pinned_memory(block)
+        self._device.pin(memory, block)
         return memory
 
 
@@ -288,9 +293,17 @@ class SimulatedDevice:
 
     Functions that it does not define are NumPy's, done late on the current stream; of
     those, none whose result's shape depends on values.
+
+    Attributes
+    ----------
+    streams : Streams
+        Its streams; the calling thread's current one is ``streams.current``.
+    cuda
+        Stands in for `cupy.cuda`.
     """
 
     ndarray = Array
+    __name__ = "simulated_device"
 
     def __init__(self) -> None:
         self.streams = Streams()
@@ -304,6 +317,11 @@ class SimulatedDevice:
         if isinstance(function, type) or not callable(function):
             return function
         return lambda *args, **kw: self.call(function, *args, **kw)
+
+    @property
+    def complaints(self) -> list[str]:
+        """Of work done while a message used the same memory."""
+        return self.streams.complaints
 
     # Memory
 
@@ -345,10 +363,10 @@ class SimulatedDevice:
         """Return a copy in host memory."""
         return value.get(order=order) if isinstance(value, Array) else np.array(value)
 
-    def pin(self, memory: _PinnedMemory) -> None:
-        """Know host memory as pinned for as long as it lives."""
-        start, block = address(memory), memory.block
-        entry = (start, start + memory.nbytes, block)
+    def pin(self, memory: Any, block: Block) -> None:
+        """Know a block as pinned for as long as `memory` lives."""
+        start = address(block.seen)
+        entry = (start, start + block.seen.nbytes, block)
         self._pinned.append(entry)
         weakref.finalize(memory, self._unpin, entry).atexit = False
 
@@ -372,7 +390,7 @@ class SimulatedDevice:
         return None
 
     def lend(self, array: Any, request: Any, *, writes: bool) -> None:
-        """Refuse work on memory that a message uses, until `request` is false.
+        """Complain of work on memory that a message uses, until `request` is false.
 
         Parameters
         ----------

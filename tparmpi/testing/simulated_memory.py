@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,10 +19,6 @@ import numpy as np
 LATE = 0xFF
 
 Host = np.ndarray[Any, Any]
-
-
-class OutOfTurn(AssertionError):
-    """Work that touches memory which a message is still being sent from or into."""
 
 
 class Block:
@@ -79,14 +75,14 @@ class Block:
         """Let `array` be used by a message until `request` is false."""
         self._lent.append((array, writes, request))
 
-    def check(self, array: Host, *, writes: bool) -> None:
-        """Refuse work that a message under way forbids."""
+    def complaints(self, array: Host, *, writes: bool) -> Iterator[str]:
+        """Say which messages under way forbid work that reads or writes `array`."""
         self._lent = [entry for entry in self._lent if entry[2]]
         for lent, is_received, _ in self._lent:
             if (writes or is_received) and np.shares_memory(lent, array):
                 how = "received into" if is_received else "sent"
                 what = "writes" if writes else "reads"
-                raise OutOfTurn(f"work {what} memory that is still being {how}")
+                yield f"work {what} memory that is still being {how}"
 
 
 def _bytes(buffer: Host, base: Host, array: Host) -> Host:
@@ -131,11 +127,13 @@ class Work:
         for block, array in writes:
             block.promise(array)
 
-    def do(self) -> None:
+    def do(self) -> list[str]:
+        """Do it; return what was wrong with the moment."""
+        complaints: list[str] = []
         for block, array in self._reads:
-            block.check(array, writes=False)
+            complaints += block.complaints(array, writes=False)
         for block, array in self._writes:
-            block.check(array, writes=True)
+            complaints += block.complaints(array, writes=True)
         for block in self._blocks:
             block.uncover()
         with np.errstate(all="ignore"):
@@ -144,6 +142,7 @@ class Work:
             block.keep(array)
         for block in self._blocks:
             block.cover()
+        return complaints
 
 
 class Stream:
@@ -153,13 +152,18 @@ class Stream:
     ----------
     device : Streams
         The other streams of the same device.
+
+    Attributes
+    ----------
+    queued, finished : int
+        How much work it was given, and how much of that is done.
     """
 
     def __init__(self, device: Streams) -> None:
         self._device = device
         self._work: deque[Work | tuple[Stream, int]] = deque()
-        self._queued = 0
-        self._done = 0
+        self.queued = 0
+        self.finished = 0
         self.ptr = id(self)
 
     def __enter__(self) -> Stream:
@@ -177,7 +181,7 @@ class Stream:
     def record(self, event: Event | None = None) -> Event:
         """Return an event that happens when all work queued so far is done."""
         event = Event(self._device) if event is None else event
-        event.at = (self, self._queued)
+        event.at = (self, self.queued)
         return event
 
     def wait_event(self, event: Event) -> None:
@@ -187,29 +191,29 @@ class Stream:
 
     def synchronize(self) -> None:
         """Do all work."""
-        self.reach(self._queued)
+        self.reach(self.queued)
 
     @property
     def done(self) -> bool:
         """Whether all work is done. Asking does some."""
-        return self.approach(self._queued)
+        return self.approach(self.queued)
 
     def queue(self, work: Work | tuple[Stream, int]) -> None:
         """Add work, or a place of another stream to wait for."""
         with self._device.lock:
             self._work.append(work)
-            self._queued += 1
+            self.queued += 1
 
     def reach(self, place: int) -> None:
         """Do the work up to `place`."""
         with self._device.lock:
-            while self._done < place:
+            while self.finished < place:
                 self._step()
 
     def approach(self, place: int) -> bool:
         """Say whether the work up to `place` is done; if not, do one operation."""
         with self._device.lock:
-            if self._done >= place:
+            if self.finished >= place:
                 return True
             self._step()
             return False
@@ -218,13 +222,13 @@ class Stream:
         first = self._work[0]
         if isinstance(first, tuple):
             stream, place = first
-            if stream._done < place:
+            if stream.finished < place:
                 stream._step()
                 return
         self._work.popleft()
-        self._done += 1
+        self.finished += 1
         if isinstance(first, Work):
-            first.do()
+            self._device.complaints += first.do()
 
 
 class Event:
@@ -265,11 +269,14 @@ class Streams:
         Held while work is queued or done.
     null : Stream
         Every thread's first current stream.
+    complaints : list of str
+        Of work done while a message used the same memory.
     """
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.null = Stream(self)
+        self.complaints: list[str] = []
         self._stacks = _Stacks(self.null)
 
     @property

@@ -7,7 +7,7 @@ from typing import Any
 from tparmpi.comm.transports import host
 from tparmpi.comm.transports.base import Array
 from tparmpi.comm.transports.device import DeviceTransport, HostMessage
-from tparmpi.comm.transports.lanes import Message
+from tparmpi.comm.transports.lanes import Envelope, Message
 
 
 class CudaAwareTransport(DeviceTransport):
@@ -18,30 +18,20 @@ class CudaAwareTransport(DeviceTransport):
     def piece_bytes(self) -> int:
         return host.MESSAGE_BYTES
 
-    def outgoing(
-        self, piece: Array, member: int, tag: int, rank: int, earlier: Any
-    ) -> Message:
-        return _Direct(self.comm.Isend, piece, member, tag, rank, earlier)
+    def outgoing(self, piece: Array, envelope: Envelope, earlier: Any) -> Message:
+        return _Direct(self.comm.Isend, piece, envelope, earlier)
 
-    def incoming(
-        self, piece: Array, member: int, tag: int, rank: int, earlier: Any
-    ) -> Message:
-        return _Direct(self.comm.Irecv, piece, member, tag, rank, earlier)
+    def incoming(self, piece: Array, envelope: Envelope, earlier: Any) -> Message:
+        return _Direct(self.comm.Irecv, piece, envelope, earlier)
 
 
 class _Direct(HostMessage):
     """A message of device memory, which waits for an event first."""
 
     def __init__(
-        self,
-        start: Any,
-        piece: Array,
-        member: int,
-        tag: int,
-        rank: int,
-        earlier: Any,
+        self, start: Any, piece: Array, envelope: Envelope, earlier: Any
     ) -> None:
-        super().__init__(start, piece, member, tag, rank)
+        super().__init__(start, piece, envelope)
         self._earlier = earlier
 
     def is_ready(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ from tparmpi.comm.control import Control, Pending
 from tparmpi.comm.scratch import Scratch
 from tparmpi.comm.transports import host
 from tparmpi.comm.transports.base import Array, Transport
-from tparmpi.comm.transports.lanes import LanePending, Lanes, Message
+from tparmpi.comm.transports.lanes import Envelope, LanePending, Lanes, Message
 from tparmpi.comm.transports.streams import Streams, Turn, streams_of
 
 
@@ -76,71 +76,75 @@ class DeviceTransport(Transport):
         return LanePending(self._lanes)
 
     def start_send(self, pending: Pending, flat: Array, member: int, tag: int) -> None:
-        self._start(pending, flat, member, tag, self.outgoing, self.comm.Isend)
+        self._start(pending, flat, ("to", member, tag), self.outgoing)
 
     def start_receive(
         self, pending: Pending, flat: Array, member: int, tag: int
     ) -> None:
-        self._start(pending, flat, member, tag, self.incoming, self.comm.Irecv)
+        self._start(pending, flat, ("from", member, tag), self.incoming)
 
     def _start(
         self,
         pending: Pending,
         flat: Array,
-        member: int,
-        tag: int,
-        way: Any,
-        start: Any,
+        lane: tuple[str, int, int],
+        message: Callable[[Array, Envelope, Any], Message],
     ) -> None:
         assert isinstance(pending, LanePending)
         if not flat.size:
             return
-        lane = (start is self.comm.Isend, member, tag)
-        rank = self._members[member]
+        way, member, tag = lane
+        envelope = Envelope(member, tag, self._members[member])
         flat = flat.view(np.uint8)
         if isinstance(flat, np.ndarray):
-            limit = host.MESSAGE_BYTES
-            pieces = (flat[low : low + limit] for low in range(0, flat.size, limit))
-            for piece in pieces:
-                pending.put(lane, HostMessage(start, piece, member, tag, rank))
+            start = self.comm.Isend if way == "to" else self.comm.Irecv
+            for piece in _pieces(flat, host.MESSAGE_BYTES):
+                pending.put(lane, HostMessage(start, piece, envelope))
             return
         # What the caller or a sum still writes there, or reads.
         earlier = self.streams.event(self.streams.work)
-        limit = self.piece_bytes()
-        for low in range(0, flat.size, limit):
-            piece = flat[low : low + limit]
-            pending.put(lane, way(piece, member, tag, rank, earlier))
+        for piece in _pieces(flat, self.piece_bytes()):
+            pending.put(lane, message(piece, envelope, earlier))
 
     @abstractmethod
     def piece_bytes(self) -> int:
         """Return one message's largest size, the same on every rank. Local."""
 
     @abstractmethod
-    def outgoing(
-        self, piece: Array, member: int, tag: int, rank: int, earlier: Any
-    ) -> Message:
+    def outgoing(self, piece: Array, envelope: Envelope, earlier: Any) -> Message:
         """Return the message that sends `piece` once `earlier` has happened. Local."""
 
     @abstractmethod
-    def incoming(
-        self, piece: Array, member: int, tag: int, rank: int, earlier: Any
-    ) -> Message:
+    def incoming(self, piece: Array, envelope: Envelope, earlier: Any) -> Message:
         """Return the message received into `piece` after `earlier`. Local."""
 
 
-class HostMessage(Message):
-    """A message from or to host memory."""
+def _pieces(flat: Array, nbytes: int) -> Iterator[Array]:
+    return (flat[low : low + nbytes] for low in range(0, flat.size, nbytes))
 
-    def __init__(
-        self, start: Any, buffer: Array, member: int, tag: int, rank: int
-    ) -> None:
-        super().__init__(rank)
+
+class HostMessage(Message):
+    """A message from or to host memory.
+
+    Parameters
+    ----------
+    start : callable
+        ``Isend`` or ``Irecv``.
+    buffer
+        Array (N,) uint8.
+    envelope : Envelope
+    """
+
+    def __init__(self, start: Any, buffer: Array, envelope: Envelope) -> None:
+        super().__init__(envelope)
         self._start = start
-        self._arguments = ([buffer, MPI.BYTE], member, tag)
+        self._buffer = buffer
 
     def is_ready(self) -> bool:
         return True
 
     def hand_over(self) -> MPI.Request:
-        request: MPI.Request = self._start(*self._arguments)
+        envelope = self.envelope
+        buffer = [self._buffer, MPI.BYTE]
+        request: MPI.Request = self._start(buffer, envelope.member, envelope.tag)
         return request

@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Hashable
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NamedTuple
 
 from mpi4py import MPI
 
@@ -22,13 +22,27 @@ from tparmpi.comm.control import Control, Pending, unfit
 Array = Any
 
 
+class Envelope(NamedTuple):
+    """Where a message goes to or comes from.
+
+    Parameters
+    ----------
+    member, tag : int
+    rank : int
+        The member's world rank.
+    """
+
+    member: int
+    tag: int
+    rank: int
+
+
 class Message(ABC):
     """One message of a lane, moved on by `Lane.advance` through these steps.
 
     Parameters
     ----------
-    rank : int
-        World rank at the other end.
+    envelope : Envelope
 
     Attributes
     ----------
@@ -38,8 +52,8 @@ class Message(ABC):
         Why MPI refused it.
     """
 
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
+    def __init__(self, envelope: Envelope) -> None:
+        self.envelope = envelope
         self.is_done = False
         self.error: MPI.Exception | None = None
         self.request: MPI.Request | None = None
@@ -195,4 +209,4 @@ class LanePending(Pending):
             self._poll(control, doing)
 
     def awaited(self) -> list[int]:
-        return [message.rank for message in self._messages if not message.is_done]
+        return [m.envelope.rank for m in self._messages if not m.is_done]

@@ -9,7 +9,7 @@ from mpi4py import MPI
 
 from tparmpi.comm.transports.base import Array
 from tparmpi.comm.transports.device import DeviceTransport
-from tparmpi.comm.transports.lanes import Message
+from tparmpi.comm.transports.lanes import Envelope, Message
 from tparmpi.comm.transports.streams import Streams
 
 # One message's largest size in bytes. Every rank cuts equally.
@@ -29,15 +29,11 @@ class StagedTransport(DeviceTransport):
     def piece_bytes(self) -> int:
         return STAGE_BYTES
 
-    def outgoing(
-        self, piece: Array, member: int, tag: int, rank: int, earlier: Any
-    ) -> Message:
-        return _Outgoing(self, piece, (member, tag), rank, earlier)
+    def outgoing(self, piece: Array, envelope: Envelope, earlier: Any) -> Message:
+        return _Outgoing(self, piece, envelope, earlier)
 
-    def incoming(
-        self, piece: Array, member: int, tag: int, rank: int, earlier: Any
-    ) -> Message:
-        return _Incoming(self, piece, (member, tag), rank, earlier)
+    def incoming(self, piece: Array, envelope: Envelope, earlier: Any) -> Message:
+        return _Incoming(self, piece, envelope, earlier)
 
 
 class _Staged(Message):
@@ -48,9 +44,7 @@ class _Staged(Message):
     transport : StagedTransport
     piece
         Device array (N,) uint8.
-    envelope : tuple of int
-        Member and tag.
-    rank : int
+    envelope : Envelope
     earlier
         Event after which the piece may be read or written.
     """
@@ -59,15 +53,13 @@ class _Staged(Message):
         self,
         transport: StagedTransport,
         piece: Array,
-        envelope: tuple[int, int],
-        rank: int,
+        envelope: Envelope,
         earlier: Any,
     ) -> None:
-        super().__init__(rank)
+        super().__init__(envelope)
         self.comm = transport.comm
         self.streams: Streams = transport.streams
         self.piece = piece
-        self.envelope = envelope
         self.earlier = earlier
         self.pinned: np.ndarray[Any, Any] | None = None
         self.copied: Any = None
@@ -76,6 +68,9 @@ class _Staged(Message):
         size = self.piece.size
         memory = self.streams.xp.cuda.alloc_pinned_memory(size)
         self.pinned = np.frombuffer(memory, np.uint8, size)
+
+    def _message(self) -> tuple[Any, int, int]:
+        return [self.pinned, MPI.BYTE], self.envelope.member, self.envelope.tag
 
 
 class _Outgoing(_Staged):
@@ -92,7 +87,7 @@ class _Outgoing(_Staged):
         return bool(self.copied.done)
 
     def hand_over(self) -> MPI.Request:
-        return self.comm.Isend([self.pinned, MPI.BYTE], *self.envelope)
+        return self.comm.Isend(*self._message())
 
     def land(self) -> None:
         self.pinned = None
@@ -105,7 +100,7 @@ class _Incoming(_Staged):
         return True
 
     def hand_over(self) -> MPI.Request:
-        return self.comm.Irecv([self.pinned, MPI.BYTE], *self.envelope)
+        return self.comm.Irecv(*self._message())
 
     def land(self) -> None:
         up, work = self.streams.up, self.streams.work
