@@ -29,6 +29,9 @@ class Environment:
         where MPI lets several threads call it.
     cuda_aware : bool or None
         ``TPARMPI_CUDA_AWARE``: whether MPI takes GPU memory. None asks the library.
+    tuning : str or None
+        ``TPARMPI_TUNING``: the file of the tuning table; ``0`` uses none. None is the
+        user's cache folder.
     check : bool
         ``TPARMPI_CHECK``: whether members compare what they call before each call.
     watchdog : float
@@ -39,6 +42,7 @@ class Environment:
     device: str | None = None
     progress_thread: bool = True
     cuda_aware: bool | None = None
+    tuning: str | None = None
     check: bool = False
     watchdog: float = 300.0
 
@@ -59,6 +63,7 @@ class Environment:
             device=device,
             progress_thread=_flag(variables, "TPARMPI_PROGRESS_THREAD", default=True),
             cuda_aware=_flag(variables, "TPARMPI_CUDA_AWARE", default=None),
+            tuning=variables.get("TPARMPI_TUNING") or None,
             check=_flag(variables, "TPARMPI_CHECK", default=False),
             watchdog=_seconds(variables, "TPARMPI_WATCHDOG", default=300.0),
         )

@@ -22,6 +22,7 @@ from tparmpi.sharding import chunk
 
 if TYPE_CHECKING:
     from tparmpi.comm.control import Pending
+    from tparmpi.comm.tuning import Way
 
 Array = Any
 Fold = Callable[[Sequence[Array], Array], None]
@@ -49,16 +50,26 @@ class Link:
         The operation's first tag.
     doing : str
         Name of the operation, for errors.
+    way : Way, optional
+        How sums of this group go, where that was measured.
     """
 
-    __slots__ = ("doing", "rank", "size", "tag", "transport")
+    __slots__ = ("doing", "rank", "size", "tag", "transport", "way")
 
-    def __init__(self, transport: Transport, tag: int, doing: str) -> None:
+    def __init__(
+        self, transport: Transport, tag: int, doing: str, way: Way | None = None
+    ) -> None:
+        self.way = way
         self.transport = transport
         self.rank = transport.rank
         self.size = transport.size
         self.tag = tag
         self.doing = doing
+
+    @property
+    def piece_bytes(self) -> int:
+        """Bytes of a piece of a large sum, from all members together."""
+        return PIECE_BYTES if self.way is None else self.way.piece_bytes
 
     def pending(self) -> Pending:
         """Return an empty set of messages."""
@@ -77,6 +88,11 @@ class Link:
     def others(self) -> tuple[int, ...]:
         """The other members, the next one first, so that not all send to one."""
         return _others(self.rank, self.size)
+
+
+def goes_whole(nbytes: int, size: int, way: Way | None) -> bool:
+    """Say whether an array is summed by sending it whole to every member. Local."""
+    return nbytes * (size - 1) <= (WHOLE_BYTES if way is None else way.whole_bytes)
 
 
 @cache
@@ -177,7 +193,7 @@ def reduce_blocks(
 def _step(link: Link, flat: Array) -> int:
     """Elements of one member's piece."""
     itemsize: int = flat.dtype.itemsize
-    return max(1, PIECE_BYTES // (link.size - 1) // itemsize)
+    return max(1, link.piece_bytes // (link.size - 1) // itemsize)
 
 
 def reduce_everywhere(link: Link, flat: Array, out: Array, fold: Fold) -> Steps[None]:

@@ -10,7 +10,6 @@ import numpy as np
 from tparmpi.comm import progress, ring
 from tparmpi.comm.abandoned import keep
 from tparmpi.comm.algorithms import Link, Steps
-from tparmpi.comm.check import checked
 from tparmpi.comm.handle import Handle
 from tparmpi.comm.ledger import Entry, active
 from tparmpi.errors import CollectiveMismatchError, ShapeError, UsageError
@@ -88,7 +87,7 @@ class Call:
             if active:
                 self._entry = Entry()
             tag = channel.begin(place.id, sequence, pair)
-            self.link = Link(transport, tag, kind)
+            self.link = Link(transport, tag, kind, channel.way)
             self.turn = transport.turn()
             self._recorded = ring.recorder.enter(kind, place.recorded_as, sequence)
 
@@ -167,6 +166,9 @@ class Call:
         if checker is None or self.link is None:
             steps = operation(self, *arguments)
         else:
+            # It calls MPI, which is not to start with an import.
+            from tparmpi.comm.check import checked
+
             steps = checked(checker, self, operation, arguments)
         return steps if self.turn is None else self.turn.drive(steps, *arguments)
 

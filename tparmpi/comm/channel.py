@@ -15,6 +15,7 @@ from tparmpi.errors import GroupError
 
 if TYPE_CHECKING:
     from tparmpi.comm.state import World
+    from tparmpi.comm.tuning import Way
 
 # Groups and meshes that one ordered list of members can have at a time.
 GROUP_LIMIT = 65_536
@@ -37,6 +38,8 @@ class Channel:
     ----------
     transport : Transport or None
         None for a single member, which has nothing to send.
+    way : Way or None
+        How sums go, where that was measured.
     in_flight : set
         The operations under way: first tags, with the pair of members if it is theirs.
     """
@@ -49,9 +52,11 @@ class Channel:
         self._next_id = 0
         self.comm: MPI.Intracomm | None = None
         self.transport: Transport | None = None
+        self.way: Way | None = None
         if len(members) > 1:
             self.comm = world.communicator(members)
             devices = [world.devices[rank] for rank in members]
+            self.way = world.way(members)
             self.transport = choice.make(devices, self.comm, members, world.control)
             bound = self.comm.Get_attr(MPI.TAG_UB)
             self.tag_bound = bound if isinstance(bound, int) else 32_767

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from tparmpi.comm.channel import Channel
     from tparmpi.comm.quick import Quick
+    from tparmpi.comm.tuning import Way
 
 
 class Members(Place):
@@ -85,6 +86,14 @@ class Members(Place):
             self._user_comm = self._world.communicator(channel.members)
             self._world.user_comms.append(self._user_comm)
         return self._user_comm
+
+    def take_way(self, way: Way | None) -> None:
+        """Let sums of these members go another way. Collective over the members."""
+        channel = self._open("take_way")
+        if channel.way != way:
+            channel.way = way
+            if self._quick is not None:
+                self._quick.forget()
 
     def close(self) -> None:
         """Make the group unusable and free what it holds.

@@ -30,7 +30,7 @@ def all_reduce(call: Call, array: Array, op: str, out: Array | None) -> Steps[Ar
     total = call.target(out, data.shape, data.dtype, data)
     flat, into = data.reshape(-1), total.reshape(-1)
     size = link.size
-    if flat.nbytes * (size - 1) <= algorithms.WHOLE_BYTES:
+    if algorithms.goes_whole(flat.nbytes, size, link.way):
         yield from algorithms.reduce_whole(link, flat, into, fold)
     else:
         yield from algorithms.reduce_everywhere(link, flat, into, fold)

@@ -11,7 +11,8 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from tparmpi.comm import ring
@@ -169,16 +170,16 @@ class _Thread:
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
-        self._wanted: bool | None = None
+        self.wanted: bool | None = None
         self._work = threading.Event()
         self._stopped = False
         self._waiting = 0
 
     def wake(self) -> None:
         """Look after operations from now on; started where MPI allows it. Local."""
-        if self._wanted is None:
-            self._wanted = _may_have_thread()
-        if not self._wanted or self._stopped:
+        if self.wanted is None:
+            self.wanted = environment().progress_thread and may_have_thread()
+        if not self.wanted or self._stopped:
             return
         if self._thread is None:
             self._thread = threading.Thread(
@@ -210,15 +211,24 @@ class _Thread:
                 if not active:
                     self._work.wait()
                 continue
-            if self._waiting or not poll():
+            if self._waiting or not self.wanted or not poll():
                 time.sleep(_PAUSE_SECONDS)
 
 
 _thread = _Thread()
 
 
-def _may_have_thread() -> bool:
-    if not environment().progress_thread:
-        return False
+def may_have_thread() -> bool:
+    """Say whether MPI lets several threads call it. Local."""
     mpi = sys.modules.get("mpi4py.MPI")
-    return mpi is not None and mpi.Query_thread() == mpi.THREAD_MULTIPLE
+    return mpi is not None and bool(mpi.Query_thread() == mpi.THREAD_MULTIPLE)
+
+
+@contextmanager
+def thread(*, wanted: bool) -> Iterator[None]:
+    """Have operations moved on by the thread, or not, whatever was set. Local."""
+    before, _thread.wanted = _thread.wanted, wanted
+    try:
+        yield
+    finally:
+        _thread.wanted = before

@@ -70,7 +70,7 @@ class Quick:
         key = op, array.dtype, array.shape
         room = self._rooms.pop(key, None) or self._new_room(array, op)
         place, channel = self._place, self._channel
-        if room is None or room.nbytes * (self._size - 1) > algorithms.WHOLE_BYTES:
+        if room is None:
             return None
         sequence = place.sequence
         tag = fold(place.id, sequence, channel.tag_bound)
@@ -109,6 +109,10 @@ class Quick:
         self._rooms[key] = room
         return out
 
+    def forget(self) -> None:
+        """Decide anew which sums go this way. Local."""
+        self._rooms.clear()
+
     def _wait(self, requests: list[MPI.Request]) -> None:
         try:
             for _ in range(_SPINS):
@@ -133,6 +137,7 @@ class Quick:
             op not in OPERATIONS
             or array.dtype.kind not in "biufc"
             or not 0 < array.nbytes <= min(_BYTES, host.MESSAGE_BYTES)
+            or not algorithms.goes_whole(array.nbytes, self._size, self._channel.way)
         ):
             return None
         try:
@@ -160,9 +165,9 @@ class _Room:
         """Return the left fold of the members' arrays."""
         ufunc = self._ufunc
         if ufunc is None:
-            out = np.empty_like(parts[0])
-            self._folder(parts, out)
-            return out
+            total = np.empty_like(parts[0])
+            self._folder(parts, total)
+            return total
         out: Array = ufunc(parts[0], parts[1])
         for member in range(2, len(parts)):
             ufunc(out, parts[member], out=out)

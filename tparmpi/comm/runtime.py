@@ -6,7 +6,7 @@ import secrets
 import threading
 from typing import TYPE_CHECKING, Any
 
-from tparmpi.comm import binding, failure, progress
+from tparmpi.comm import binding, failure, progress, tuning
 from tparmpi.comm.launcher import launched
 from tparmpi.comm.settings import DeviceSettings
 from tparmpi.config import environment
@@ -66,6 +66,14 @@ def is_initialized() -> bool:
     return _world is not None
 
 
+def library() -> str:
+    """Return the name and version of the MPI library. Local, once MPI is loaded."""
+    from mpi4py import MPI
+
+    name, version = MPI.get_vendor()
+    return f"{name} {'.'.join(map(str, version))}"
+
+
 def world_state() -> World:
     """Return what is known of all ranks; local once `init` has run."""
     if _world is None:
@@ -118,7 +126,7 @@ def _start(comm: MPI.Intracomm | None, settings: DeviceSettings) -> World:
         raise CommunicationError(
             f"init: the launcher started {job.size} processes ({job.variable}), but "
             "MPI connects none of them; use the mpirun or srun of the MPI library that "
-            f"mpi4py uses: {MPI.Get_library_version().splitlines()[0].strip()}"
+            f"mpi4py uses: {library()}"
         )
     state = World(comm)
     failure.join(state, finalizes=starts_mpi)
@@ -136,12 +144,15 @@ def _gather(state: World, bound: binding.Bound, settings: DeviceSettings) -> Non
     row = binding.describe(state.comm, bound)
     row["settings"] = settings
     row["check"] = environment().check
+    if state.rank == 0:
+        row["ways"] = tuning.read(library())
     row["token"] = secrets.token_hex(4)
     table: list[dict[str, Any]] = state.comm.allgather(row)
     binding.limit_threads(table, state.rank)
     progress.count_cores(binding.usable_cores(table, state.rank))
     binding.warn_of_sharing(table, state.rank)
     binding.warn_of_staging(table, state.rank)
+    state.ways = table[0]["ways"]
     state.devices = tuple(
         Device(
             rank,

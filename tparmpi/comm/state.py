@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from mpi4py import MPI
 
-from tparmpi.comm import watchdog
+from tparmpi.comm import tuning, watchdog
 from tparmpi.comm.channel import Channel
 from tparmpi.comm.check import Checker, communicator_meeting
 from tparmpi.comm.control import Control
@@ -18,6 +18,7 @@ from tparmpi.errors import GroupError
 if TYPE_CHECKING:
     from tparmpi.comm.device import Device
     from tparmpi.comm.group import Group
+    from tparmpi.comm.tuning import Way
 
 
 class World:
@@ -38,6 +39,8 @@ class World:
         All of them; None where they cannot form a group.
     channels : dict
         The open channels by their members' world ranks, in the order they were made.
+    ways : tuple of Way
+        The tuning table.
     checker : Checker or None
         Compares what members call, where that is asked for.
     """
@@ -50,6 +53,7 @@ class World:
         self.devices: tuple[Device, ...] = ()
         self.group: Group | None = None
         self.channels: dict[tuple[int, ...], Channel] = {}
+        self.ways: tuple[Way, ...] = ()
         self.user_comms: list[MPI.Intracomm] = []
         self.checker: Checker | None = None
         # What is made here must be freed here; MPI has few communicators.
@@ -59,6 +63,11 @@ class World:
         """Compare what members call from now on. Collective over all ranks."""
         self.checker = Checker(self.comm.Dup(), self.control, watchdog.last_call)
         self.control.services.append(self.checker.serve)
+
+    def way(self, members: tuple[int, ...]) -> Way | None:
+        """Return how the sums of `members` go, where that was measured. Local."""
+        hosts = {self.devices[rank].host for rank in members}
+        return tuning.choose(self.ways, len(members), len(hosts))
 
     def channel(self, members: tuple[int, ...]) -> Channel:
         """Return the channel of `members`. Collective over them where it is new."""
