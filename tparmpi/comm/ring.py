@@ -16,7 +16,6 @@ import os
 import stat
 import struct
 import sys
-import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -391,7 +390,10 @@ def folder() -> Path | None:
 
     Local. Files that no clean exit has removed are removed after a day.
     """
-    for parent in (_MEMORY, Path(tempfile.gettempdir())):
+    # Loads the modules of compression, which a mere import of the package is spared.
+    from tempfile import gettempdir
+
+    for parent in (_MEMORY, Path(gettempdir())):
         path = parent / f"tparmpi-{os.getuid()}"
         try:
             path.mkdir(mode=0o700, exist_ok=True)

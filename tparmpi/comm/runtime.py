@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import secrets
+import os
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -146,7 +146,7 @@ def _gather(state: World, bound: binding.Bound, settings: DeviceSettings) -> Non
     row["check"] = environment().check
     if state.rank == 0:
         row["ways"] = tuning.read(library())
-    row["token"] = secrets.token_hex(4)
+    row["token"] = os.urandom(4).hex()
     table: list[dict[str, Any]] = state.comm.allgather(row)
     binding.limit_threads(table, state.rank)
     progress.count_cores(binding.usable_cores(table, state.rank))
