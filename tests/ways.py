@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
@@ -40,6 +41,8 @@ class Way:
         self.name = name
         self.device: SimulatedDevice | None = None
         self.devices: Sequence[Device] = tpm.devices()
+        self.messages: Counter[str] = Counter()
+        """Started so far, by the memory that MPI was given: device's or host's."""
         self._groups: list[Group] = []
         if name != "host":
             self.device = SimulatedDevice()
@@ -76,7 +79,7 @@ class Way:
         monkeypatch.setattr(state, "channels", {})
         communicator = state.communicator
         monkeypatch.setattr(
-            state, "communicator", lambda ranks: _Lending(communicator(ranks), device)
+            state, "communicator", lambda ranks: _Lending(communicator(ranks), self)
         )
 
     def group(self, ranks: Sequence[int]) -> Group:
@@ -152,17 +155,20 @@ class _SimulatedBackend(CupyBackend):
 class _Lending(MPI.Intracomm):
     """Tells the device which memory its messages use, and until when."""
 
-    def __new__(cls, comm: MPI.Intracomm, device: SimulatedDevice) -> _Lending:
+    def __new__(cls, comm: MPI.Intracomm, way: Way) -> _Lending:
         self = super().__new__(cls, comm)
-        self.device = device
+        self.way = way
         return self
 
     def Isend(self, buf, dest, tag=0):
-        request = super().Isend(buf, dest, tag)
-        self.device.lend(buf[0], request, writes=False)
-        return request
+        return self._lend(buf, super().Isend(buf, dest, tag), writes=False)
 
     def Irecv(self, buf, source, tag=0):
-        request = super().Irecv(buf, source, tag)
-        self.device.lend(buf[0], request, writes=True)
+        return self._lend(buf, super().Irecv(buf, source, tag), writes=True)
+
+    def _lend(self, buf, request, *, writes):
+        device = self.way.device
+        is_device = isinstance(buf[0], device.ndarray)
+        self.way.messages["device" if is_device else "host"] += 1
+        device.lend(buf[0], request, writes=writes)
         return request

@@ -12,8 +12,10 @@ import pytest
 from tests import ways
 from tests.ways import Way
 from tparmpi.comm import algorithms
+from tparmpi.comm.device import Device
 from tparmpi.comm.group import Group
-from tparmpi.comm.transports import host, staged
+from tparmpi.comm.settings import DeviceSettings
+from tparmpi.comm.transports import choice, host, staged
 from tparmpi.errors import CommunicationError, ShapeError, UsageError
 from tparmpi.sharding import chunk
 
@@ -319,6 +321,67 @@ def test_many_at_a_time(way, trio):
             assert got is None
         else:
             assert same(got, wanted[number]), number
+
+
+def test_mpi_is_given_the_memory_of_the_transport(way):
+    group = way.group([0, 1, 2])
+    if not group.is_member or way.device is None:
+        return
+    group.all_reduce(way.put(np.arange(100.0)))
+    group.reduce_scatter(way.put(np.arange(99.0).reshape(3, 33)), 1)
+    given = dict(way.messages)
+    # Two to and two from others for the sum, and as many for the parts of it.
+    assert given == {"device" if way.name == "cuda_aware" else "host": 8}
+    group.barrier()
+    group.broadcast_object("small")
+    assert way.messages["device"] == given.get("device", 0)
+
+
+def test_two_groups_in_opposite_orders(way):
+    one, two = way.group([2, 0, 1]), way.group([2, 0, 1])
+    if not one.is_member:
+        return
+    sums = {one: 0.0, two: 0.5}
+    order = [one, two] if one.rank % 2 else [two, one]
+    handles = [
+        (group, number, group.start.all_reduce(way.put(np.full(50, number + add))))
+        for number in range(4)
+        for group, add in [(group, sums[group]) for group in order]
+    ]
+    for group, number, handle in handles[::-1]:
+        wanted = np.full(50, 3 * (number + sums[group]))
+        assert same(way.fetch(handle.wait()), wanted)
+
+
+# Which one
+
+
+def bound(rank: int, kind: str, *transports: str) -> Device:
+    return Device(
+        rank,
+        kind,
+        is_member=False,
+        settings=DeviceSettings(),
+        supported_dtypes=frozenset(),
+        host="elsewhere",
+        index=None,
+        local_rank=0,
+        transports=transports,
+    )
+
+
+def test_a_group_takes_the_best_that_all_members_have():
+    aware = [bound(rank, "cuda", "cuda_aware", "staged") for rank in range(2)]
+    plain = bound(2, "cuda", "staged")
+    choice._say_slower.cache_clear()
+    assert choice.best([bound(0, "cpu", "host"), bound(1, "cpu", "host")]) == "host"
+    assert choice.best(aware) == "cuda_aware"
+    assert choice.best([plain, plain]) == "staged"
+    with pytest.warns(UserWarning, match="cuda_aware, others do not: its messages go"):
+        assert choice.best([*aware, plain]) == "staged"
+    # Said once.
+    assert choice.best([plain, *aware]) == "staged"
+    choice._say_slower.cache_clear()
 
 
 # Refusals

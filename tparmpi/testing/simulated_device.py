@@ -55,7 +55,7 @@ _Event: TypeAlias = Event
 def _pinned_memory(block: Block) -> Any:
     """Memory of a block for `numpy.frombuffer`; arrays of it keep it alive."""
     # Not an array itself: NumPy's arrays refer to the memory below another array.
-    kind = type(
+    kind: Any = type(
         "PinnedMemory",
         (ctypes.Array,),
         {"_type_": ctypes.c_ubyte, "_length_": block.seen.size},
