@@ -201,7 +201,7 @@ class Call:
         """
         if out is None:
             return
-        kind = object if self.link is None else self.xp.ndarray
+        kind: Any = object if self.link is None else self.xp.ndarray
         if not (isinstance(out, kind) and hasattr(out, "dtype")):
             raise UsageError(
                 f"{self.kind}: out must be an array of {self.xp.__name__}, as the "
