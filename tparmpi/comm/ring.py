@@ -361,6 +361,19 @@ def read(path: Path) -> Recorded | None:
     return _parse(data) if whole else None
 
 
+def read_process(path: Path) -> tuple[int, int] | None:
+    """Return the process id and start of a file's rank, None if it is none. Local."""
+    try:
+        with path.open("rb") as file:
+            head = file.read(_HEADER.size)
+    except OSError:
+        return None
+    if len(head) < _HEADER.size or not head.startswith(_MAGIC):
+        return None
+    _, _, _, pid, started, _ = _HEADER.unpack(head)
+    return pid, started
+
+
 def ask(path: Path) -> None:
     """Ask the rank of a file to tell where it is. Local."""
     with path.open("r+b") as file:

@@ -147,6 +147,7 @@ def _gather(state: World, bound: binding.Bound, settings: DeviceSettings) -> Non
     if state.rank == 0:
         row["ways"] = tuning.read(library())
     row["token"] = os.urandom(4).hex()
+    row["processes"] = watchdog.visible_processes()
     table: list[dict[str, Any]] = state.comm.allgather(row)
     binding.limit_threads(table, state.rank)
     progress.count_cores(binding.usable_cores(table, state.rank))

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 from mpi4py import MPI
 
 from tparmpi.comm import failure, ring, work
+from tparmpi.comm.control import GRACE_SECONDS
 
 if TYPE_CHECKING:
     from tparmpi.comm.state import World
@@ -88,6 +89,8 @@ class Watchdog:
         self._excused_until = 0.0
         self._excused = -1
         self._ends_at = float("inf")
+        # Each rank of a node looks after the next one.
+        self._next = min(local, key=lambda rank: (rank < world.rank, rank), default=-1)
         # Elsewhere the main thread hears what others say, while it waits.
         self._hears = bool(self._remote) and MPI.Query_thread() == MPI.THREAD_MULTIPLE
         self._stop = threading.Event()
@@ -121,6 +124,7 @@ class Watchdog:
             if ring.recorder.is_asked():
                 self._answer()
             self._look()
+            self._look_after_next()
 
     def _hear(self, source: int, word: int) -> None:
         if word == _DUMP:
@@ -155,6 +159,27 @@ class Watchdog:
                 "the seconds; work that may take longer on one rank belongs in "
                 "`with tpm.long_work(reason):`"
             )
+
+    def _look_after_next(self) -> None:
+        """End the job if the next rank's process has gone without a word.
+
+        Not every launcher does so when a process is killed.
+        """
+        if self._next < 0 or self._knows_of_end():
+            return
+        found = ring.read_process(self._local[self._next])
+        if found is None or ring.start_of(found[0]) == found[1]:
+            return
+        # It may have left; the word of that comes by another way.
+        time.sleep(GRACE_SECONDS)
+        if not self._knows_of_end():
+            self._answer_for(self._next)
+            failure.abort(1)
+
+    def _knows_of_end(self) -> bool:
+        """Whether this rank ends, or knows that the next one has."""
+        control = self._control
+        return control.own is not None or self._next in control.ended
 
     def _waiting(self, seconds: float) -> str:
         calls = ring.recorder.read().calls
@@ -248,7 +273,7 @@ class Watchdog:
         lines = _heading(found)
         stacks = ring.stacks_of(path)
         if not found.is_alive:
-            lines.append("its process is gone")
+            lines.append("its process is gone: killed, or crashed")
         elif stacks.exists():
             os.kill(found.pid, _SIGNAL)
             time.sleep(SIGNAL_SECONDS)
@@ -266,7 +291,8 @@ def start(world: World, table: Sequence[Mapping[str, Any]], seconds: float) -> N
     world
         All ranks.
     table
-        A row for each, with its ``host``; the first one's ``token`` names the job.
+        A row for each, with its ``host`` and the ``processes`` it can see; the first
+        one's ``token`` names the job.
     """
     global _dog
     token = table[0]["token"]
@@ -276,12 +302,13 @@ def start(world: World, table: Sequence[Mapping[str, Any]], seconds: float) -> N
     local: dict[int, Path] = {}
     claim = None
     if own is not None:
-        host = table[world.rank]["host"]
-        claim = own.with_name(f"{token}-{host}.claim")
+        host, processes = (table[world.rank][key] for key in ("host", "processes"))
+        claim = own.with_name(f"{token}-{host}-{processes}.claim")
         local = {
             rank: own.with_name(f"{token}-{rank}{ring.SUFFIX}")
             for rank, row in enumerate(table)
-            if row["host"] == host and rank != world.rank
+            if (row["host"], row["processes"]) == (host, processes)
+            and rank != world.rank
         }
     if seconds:
         _listen_to_signal()

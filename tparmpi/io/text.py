@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from tparmpi.comm import world
+from tparmpi.comm import long_work, world
 from tparmpi.errors import DataError
 
 Bytes = npt.NDArray[np.uint8]
@@ -327,7 +327,8 @@ def _read_on_rank_zero(source: str | Path) -> Bytes:
     problem: str | None = None
     if everyone.rank == 0:
         try:
-            text = read_text(source)
+            with long_work(f"read {source}"):
+                text = read_text(source)
         except DataError as error:
             problem = str(error)
     problem = everyone.broadcast_object(problem)
