@@ -119,11 +119,6 @@ class Way:
             return nullcontext()
         return self.device.cuda.Stream(non_blocking=True)
 
-    def order(self, later: Any, earlier: Any) -> None:
-        """Let what a stream gets from now on wait for what another has."""
-        if self.device is not None:
-            later.wait_event(earlier.record())
-
     def settle(self, transport: Any) -> None:
         """Let what follows the last messages be done, and see that nothing is left."""
         transport.streams.up.synchronize()

@@ -337,6 +337,31 @@ def test_mpi_is_given_the_memory_of_the_transport(way):
     assert way.messages["device"] == given.get("device", 0)
 
 
+def test_it_says_who_is_waited_for(way):
+    """By the world's numbers, so that one that has left is noticed."""
+    trio = way.group([3, 0, 2])
+    if not trio.is_member:
+        return
+    transport = trio._channel.transport
+    pending, tag = transport.pending(), 300
+    arrays = [np.zeros(3) for _ in range(3)]
+    others = [member for member in range(3) if member != trio.rank]
+    for member in others:
+        transport.start_receive(pending, arrays[member], member, tag)
+    ranks = [trio.devices[member].rank for member in others]
+    assert sorted(pending.awaited()) == sorted(ranks)
+    assert not pending.done("a test")
+    trio.barrier()
+    sent = transport.pending()
+    for member in others:
+        transport.start_send(sent, np.ones(3), member, tag)
+    for messages in (pending, sent):
+        messages.wait(transport.control, "a test")
+        assert messages.awaited() == []
+    for member in others:
+        assert arrays[member].tolist() == [1, 1, 1]
+
+
 def test_two_groups_in_opposite_orders(way):
     one, two = way.group([2, 0, 1]), way.group([2, 0, 1])
     if not one.is_member:
