@@ -151,7 +151,12 @@ def reduce_blocks(
         Called with (start, stop) when that part of `out` is complete.
     """
     step = _step(link, out)
-    largest = max(block.size for block in blocks)
+    largest = max([block.size for block in blocks])
+    if largest <= step:
+        yield from _reduce_once(link, blocks, out, fold)
+        if folded is not None and out.size:
+            folded(0, out.size)
+        return
     starts = range(0, largest, step)
     mine = blocks[link.rank]
     room = min(step, mine.size)
@@ -190,6 +195,20 @@ def reduce_blocks(
         link.transport.give_back(slot)
 
 
+def _reduce_once(
+    link: Link, blocks: Sequence[Array], out: Array, fold: Fold
+) -> Steps[None]:
+    """Do what `reduce_blocks` does, in one piece."""
+    mine = blocks[link.rank]
+    received = link.transport.borrow((link.size, mine.size), mine.dtype)
+    parts = list(received)
+    yield from exchange(link, blocks, parts)
+    if mine.size:
+        parts[link.rank] = mine
+        fold(parts, out)
+    link.transport.give_back(received)
+
+
 def _step(link: Link, flat: Array) -> int:
     """Elements of one member's piece."""
     itemsize: int = flat.dtype.itemsize
@@ -221,25 +240,40 @@ def reduce_everywhere(link: Link, flat: Array, out: Array, fold: Fold) -> Steps[
     yield spreading
 
 
-def tree(link: Link, root: int) -> tuple[int | None, list[int]]:
-    """Return (parent, children) of this rank in a binomial tree from `root`."""
-    place = (link.rank - root) % link.size
+@cache
+def tree(rank: int, size: int, root: int) -> tuple[int | None, tuple[int, ...]]:
+    """Return (parent, children) of a member in a binomial tree from `root`. Local."""
+    place = (rank - root) % size
     bit = 1
-    while bit < link.size and not place & bit:
+    while bit < size and not place & bit:
         bit *= 2
-    parent = None if place == 0 else (link.rank - bit) % link.size
+    parent = None if place == 0 else (rank - bit) % size
     children = []
     bit //= 2
     while bit:
-        if place + bit < link.size:
-            children.append((link.rank + bit) % link.size)
+        if place + bit < size:
+            children.append((rank + bit) % size)
         bit //= 2
-    return parent, children
+    return parent, tuple(children)
+
+
+def spread_whole(link: Link, flat: Array, root: int) -> Steps[None]:
+    """Copy the root's `flat` into every member's, down a tree."""
+    parent, children = tree(link.rank, link.size, root)
+    if parent is not None:
+        pending = link.pending()
+        link.receive(pending, flat, parent)
+        yield pending
+    if children:
+        pending = link.pending()
+        for child in children:
+            link.send(pending, flat, child)
+        yield pending
 
 
 def spread(link: Link, flat: Array, root: int) -> Steps[None]:
     """Copy the root's `flat` into every member's, down a tree, in pieces."""
-    parent, children = tree(link, root)
+    parent, children = tree(link.rank, link.size, root)
     step = max(1, PIECE_BYTES // max(1, flat.dtype.itemsize))
     starts = range(0, flat.size, step)
     receives = [link.pending() for _ in starts]
@@ -248,10 +282,12 @@ def spread(link: Link, flat: Array, root: int) -> Steps[None]:
         for number, low in enumerate(starts):
             link.receive(receives[number], flat[low : low + step], parent)
     for number, low in enumerate(starts):
-        yield receives[number]
+        if parent is not None:
+            yield receives[number]
         for child in children:
             link.send(sends, flat[low : low + step], child)
-    yield sends
+    if children:
+        yield sends
 
 
 def meet(link: Link) -> Steps[None]:

@@ -119,11 +119,8 @@ def broadcast(
     if link is None:
         return call.copy(array, out)
     data = call.take_in(array) if link.rank == root else None
-    head = None if data is None else (data.shape, data.dtype)
-    shape, dtype = yield from spread_object(link, head, root)
-    received = call.target(out, shape, dtype) if data is None else data
-    yield from algorithms.spread(link, received.reshape(-1), root)
-    call.sent = len(algorithms.tree(link, root)[1]) * received.nbytes
+    received = yield from spread_array(call, data, root, out)
+    call.sent = len(algorithms.tree(link.rank, link.size, root)[1]) * received.nbytes
     if link.rank == root:
         return call.copy(array, out)
     return call.give_out(received, out)
@@ -283,20 +280,55 @@ def join(
 
 def spread_object(link: Link, value: Any, root: int) -> Steps[Any]:
     """Return the root's `value` on every member."""
-    frame, body = objects.pack(value if link.rank == root else None)
-    yield from algorithms.spread(link, frame, root)
-    if link.rank != root:
+    if link.rank == root:
+        frame, body = objects.pack(value)
+        yield from algorithms.spread_whole(link, frame, root)
+    else:
+        frame = objects.frame_for()
+        yield from algorithms.spread_whole(link, frame, root)
         body = objects.body_for(frame)
-    yield from algorithms.spread(link, body, root)
+    if body.size:
+        yield from algorithms.spread_whole(link, body, root)
     return objects.unpack(frame, body)
+
+
+def spread_array(
+    call: Call, data: Array | None, root: int, out: Array | None
+) -> Steps[Array]:
+    """Return the root's working array on every member; others give None."""
+    link = call.link
+    assert link is not None
+    if data is not None:
+        frame, body, holds_values = objects.pack_array(data)
+        yield from algorithms.spread_whole(link, frame, root)
+        if body.size:
+            yield from algorithms.spread_whole(link, body, root)
+        received = data
+    else:
+        frame = objects.frame_for()
+        yield from algorithms.spread_whole(link, frame, root)
+        body = objects.body_for(frame)
+        if body.size:
+            yield from algorithms.spread_whole(link, body, root)
+        shape, dtype, values = objects.unpack_array(frame, body)
+        holds_values = values is not None
+        received = call.target(out, shape, dtype)
+        if holds_values:
+            received[...] = values
+    if not holds_values and received.size:
+        yield from algorithms.spread(link, received.reshape(-1), root)
+    return received
 
 
 def send_array(link: Link, data: Array, to: int, phase: int) -> Steps[None]:
     """Send a working array with its shape and dtype."""
-    frame, body = objects.pack((data.shape, data.dtype))
+    frame, body, holds_values = objects.pack_array(data)
     pending = link.pending()
-    for part in (frame, body, data.reshape(-1)):
-        link.send(pending, part, to, phase)
+    link.send(pending, frame, to, phase)
+    if body.size:
+        link.send(pending, body, to, phase)
+    if not holds_values:
+        link.send(pending, data.reshape(-1), to, phase)
     yield pending
 
 
@@ -306,13 +338,17 @@ def receive_array(
     """Return the working array that `send_array` sends."""
     link = call.link
     assert link is not None
-    frame = np.empty(objects.FRAME_BYTES, np.uint8)
+    frame = objects.frame_for()
     yield from _receive(link, frame, source, phase)
     body = objects.body_for(frame)
-    yield from _receive(link, body, source, phase)
-    shape, dtype = objects.unpack(frame, body)
+    if body.size:
+        yield from _receive(link, body, source, phase)
+    shape, dtype, values = objects.unpack_array(frame, body)
     data = call.target(out, shape, dtype)
-    yield from _receive(link, data.reshape(-1), source, phase)
+    if values is not None:
+        data[...] = values
+    elif data.size:
+        yield from _receive(link, data.reshape(-1), source, phase)
     return data
 
 

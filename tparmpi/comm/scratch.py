@@ -5,6 +5,7 @@ Fresh pages cost as much as moving the data: the system clears each at first tou
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
@@ -32,15 +33,14 @@ class Scratch:
     ) -> None:
         self._allocate = allocate
         self._free: list[Any] = []
+        # The progress thread borrows too.
+        self._lock = threading.Lock()
 
     def borrow(self, shape: Sequence[int], dtype: np.dtype[Any]) -> Any:
         """Return an uninitialised array; `give_back` it when nothing uses it. Local."""
         nbytes = prod(shape) * dtype.itemsize
-        fitting = [buffer for buffer in self._free if buffer.size >= nbytes]
-        if fitting:
-            buffer = min(fitting, key=len)
-            self._free = [other for other in self._free if other is not buffer]
-        else:
+        buffer = self._take(nbytes)
+        if buffer is None:
             rounded = -(-nbytes // _ROUND_BYTES) * _ROUND_BYTES
             buffer = self._allocate(rounded)
         return buffer[:nbytes].view(dtype).reshape(shape)
@@ -50,6 +50,17 @@ class Scratch:
         buffer = array
         while buffer.base is not None:
             buffer = buffer.base
-        kept = sum(other.size for other in self._free)
-        if kept + buffer.size <= _KEPT_BYTES:
-            self._free.append(buffer)
+        with self._lock:
+            kept = sum(other.size for other in self._free)
+            if kept + buffer.size <= _KEPT_BYTES:
+                self._free.append(buffer)
+
+    def _take(self, nbytes: int) -> Any | None:
+        """Return the smallest buffer that is large enough; None if there is none."""
+        with self._lock:
+            fitting = [
+                (buffer.size, number)
+                for number, buffer in enumerate(self._free)
+                if buffer.size >= nbytes
+            ]
+            return self._free.pop(min(fitting)[1]) if fitting else None
