@@ -18,6 +18,7 @@ from tests.ways import Way
 from tparmpi.comm import algorithms
 from tparmpi.comm.group import Group
 from tparmpi.comm.transports import cuda_aware, lanes, staged, streams
+from tparmpi.errors import UsageError
 
 pytestmark = pytest.mark.mpi(min_size=4)
 
@@ -165,6 +166,17 @@ def input_let_go(scene: Scene) -> None:
             scene.see(f"sum of {size} let go", handle.wait(), sum(values))
 
 
+def refused_input(scene: Scene) -> None:
+    """What a refused call has already begun to read is let go by nobody else."""
+    with scene.stream():
+        own, values = scene.new()
+        with pytest.raises(UsageError):
+            scene.group.all_reduce(own[::2], "product")
+        del own
+        own, values = scene.new()
+        scene.see("sum after a refusal", scene.group.all_reduce(own), sum(values))
+
+
 def later_work(scene: Scene) -> None:
     """The library waits for what came before a call, never for what comes after."""
     with scene.stream() as mine:
@@ -186,6 +198,7 @@ SCENARIOS = [
     memory_still_read,
     another_stream,
     input_let_go,
+    refused_input,
     later_work,
 ]
 

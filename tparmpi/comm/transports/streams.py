@@ -109,13 +109,19 @@ class Turn:
                 except StopIteration as stop:
                     result: _T = stop.value
                     break
+                except Exception:
+                    self._finish()
+                    raise
             yield pending
+        self._finish()
+        return result
+
+    def _finish(self) -> None:
         streams = self._streams
         with streams.device:
             self._end = streams.event(streams.work)
             self._caller.wait_event(self._end)
         self._made.clear()
-        return result
 
     def hand_over(self) -> None:
         """Let the current stream's work follow the call's, which is over. Local."""
