@@ -278,6 +278,9 @@ def test_what_is_refused_is_refused_at_once(group):
 
 def test_what_fails_later_is_raised_by_wait():
     pair = tpm.group(tpm.devices()[:2])
+    if pair.checker is not None:
+        pair.close()
+        pytest.skip("calls are checked: they say more, in test_comm_check")
     if pair.is_member:
         handle = pair.start.all_reduce(np.arange(3.0 + pair.rank))
         if pair.rank == 0:
