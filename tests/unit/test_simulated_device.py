@@ -144,10 +144,14 @@ def test_memory_of_messages(xp):
 
 def test_the_host_needs_a_copy(xp):
     a = xp.array(np.arange(3.0))
+    host = np.ones(3)
     for refused in (
         lambda: np.asarray(a),
-        lambda: np.add(a, 1),
-        lambda: 1 + np.ones(a),
+        lambda: np.add(a, host),
+        lambda: host + a,
+        lambda: a + host,
+        lambda: np.add(a, a, out=host),
+        lambda: np.add.reduce(a),
     ):
         with pytest.raises(TypeError):
             refused()

@@ -19,6 +19,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NoReturn, TypeAlias
 
 import numpy as np
+from numpy.lib.mixins import NDArrayOperatorsMixin
 
 from tparmpi.testing.simulated_memory import (
     LATE,
@@ -63,13 +64,11 @@ def _pinned_memory(block: Block) -> Any:
     return kind.from_buffer(block.seen)
 
 
-class Array:
+class Array(NDArrayOperatorsMixin):
     """An array in the simulated device's memory; see `cupy.ndarray`.
 
     Made by the functions of `SimulatedDevice` only.
     """
-
-    __array_ufunc__ = None
 
     def __init__(
         self, device: SimulatedDevice, memory: _Memory, host: Host, base: Array | None
@@ -86,8 +85,10 @@ class Array:
             raise AttributeError(name)
         if name in ("shape", "dtype", "ndim", "size", "nbytes", "itemsize", "strides"):
             return getattr(self._host, name)
-        if name in ("flags",):
+        if name == "flags":
             return self._host.flags
+        if name in ("swapaxes", "squeeze"):
+            return lambda *args: self._alias(getattr(self._host, name)(*args))
         if name in ("max", "min", "sum", "mean", "any", "all", "astype"):
             return lambda *args, **kw: self._device.call(
                 getattr(np.ndarray, name), self, *args, **kw
@@ -173,34 +174,17 @@ class Array:
             raise TypeError("a host array is copied to the device with .set()")
         self._device.launch(np.copyto, [value], target, self._memory.block, "unsafe")
 
-    def _binary(self, ufunc: np.ufunc, other: Any) -> Array:
-        return self._device.call(ufunc, self, other)
-
-    def _in_place(self, ufunc: np.ufunc, other: Any) -> Array:
-        return self._device.call(ufunc, self, other, out=self, casting="same_kind")
-
-    def __add__(self, other: Any) -> Array:
-        return self._binary(np.add, other)
-
-    def __sub__(self, other: Any) -> Array:
-        return self._binary(np.subtract, other)
-
-    def __mul__(self, other: Any) -> Array:
-        return self._binary(np.multiply, other)
-
-    __radd__, __rmul__ = __add__, __mul__
-
-    def __truediv__(self, other: Any) -> Array:
-        return self._binary(np.true_divide, other)
-
-    def __iadd__(self, other: Any) -> Array:
-        return self._in_place(np.add, other)
-
-    def __imul__(self, other: Any) -> Array:
-        return self._in_place(np.multiply, other)
-
-    def __itruediv__(self, other: Any) -> Array:
-        return self._in_place(np.true_divide, other)
+    def __array_ufunc__(
+        self, ufunc: np.ufunc, method: str, *inputs: Any, **kw: Any
+    ) -> Any:
+        (out,) = kw.pop("out", (None,))
+        if method != "__call__" or any(
+            isinstance(operand, np.ndarray) for operand in (*inputs, out)
+        ):
+            return NotImplemented
+        if out is not None:
+            kw["out"] = out
+        return self._device.call(ufunc, *inputs, **kw)
 
     # To and from the host
 
