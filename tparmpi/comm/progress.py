@@ -147,8 +147,8 @@ def close(seconds: float) -> str:
     if not unseen:
         return ""
     lines = [
-        f"{len(unseen)} operations were started and never waited for; call wait() on "
-        f"each handle ({len(active)} are still under way):"
+        f"operations started and never waited for: {len(unseen)} ({len(active)} still "
+        "under way); call wait() on each handle:"
     ]
     lines += [f"  {what}" for what in list(unseen.values())[:_LEAKS_SHOWN]]
     if len(unseen) > _LEAKS_SHOWN:
