@@ -17,6 +17,7 @@ import stat
 import struct
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, FrameType
@@ -43,20 +44,20 @@ _TEXT_BYTES = 160 * 1024
 FILE_BYTES = _TEXTS + _TEXT_BYTES
 
 _OPEN, _BROKEN = 0.0, -1.0
-_LEFT_OFFSET = 8
+_LEFT_AT = _HEADER_BYTES + 8
 _SITE_OFFSET = 44
-_UNKNOWN = 0
+_UNKNOWN, _NONE = 0, -1
 
 _PACKAGE = str(Path(__file__).resolve().parent.parent) + os.sep
-# Frames between a call's method and its entry here. A source line is looked for among a
-# few frames when a call begins, and among all only when it has to wait.
+# Frames between a call's method and its entry here. A source line is looked for in that
+# and the next one when a call begins, and in all only when it has to wait.
 _DEPTH = 4
-_NEAR = (1, 2, 3)
 _MEMORY = Path("/dev/shm")
 _STALE_SECONDS = 86_400.0
 
 _enter = _CALL.pack_into
 _moment = struct.Struct("<d")
+_pack_moment = _moment.pack_into
 _number = struct.Struct("<i")
 _word = struct.Struct("<q")
 _clock = time.monotonic
@@ -156,49 +157,56 @@ class Ring:
         """
         count = self._count
         self._count = count + 1
-        entry = _HEADER_BYTES + count % CALLS * 48
+        position = _HEADER_BYTES + count % CALLS * 48
         frame = _frame(depth)
-        for _ in _NEAR:
+        code = frame.f_code
+        if _inside[code.co_filename] and frame.f_back is not None:
+            frame = frame.f_back
             code = frame.f_code
-            if not _inside[code.co_filename]:
-                key = id(code), frame.f_lasti
-                site = self._sites[key] if key in self._sites else self._new(key, frame)
-                self._far = -1
-                break
-            frame = frame.f_back or frame
-        else:
+        if _inside[code.co_filename]:
             site = _UNKNOWN
-            self._far = entry
+            self._far = position
+        else:
+            self._far = -1
+            try:
+                site = self._sites[id(code), frame.f_lasti]
+            except KeyError:
+                site = self._new(frame)
         texts = self._texts
-        operator = texts[current.operator]
         number = texts[kind]
+        operator = current.operator
+        by = texts[operator] if operator else _NONE
         _enter(
             self._map,
-            entry,
+            position,
             _clock(),
             _OPEN,
             count + 1,
             sequence,
             number,
             place,
-            operator,
+            by,
             site,
         )
         return count
 
     def leave(self, entry: int) -> None:
         """Record that a call has ended. Local."""
-        self._leave(entry, _clock())
+        # Of a call that went on for long the entry may be another's by now.
+        if self._count - entry <= CALLS:
+            at = _LEFT_AT + entry % CALLS * 48
+            _pack_moment(self._map, at, _clock())
 
     def break_off(self, entry: int) -> None:
         """Record that a call ended with an error. Local."""
-        self._leave(entry, _BROKEN)
+        if self._count - entry <= CALLS:
+            _pack_moment(self._map, _LEFT_AT + entry % CALLS * 48, _BROKEN)
 
     def wait(self) -> None:
         """Record that the rank waits from now on, and where. Local."""
         self.waits = True
         self.epoch += 1
-        _moment.pack_into(self._map, _WAITING, _clock())
+        _pack_moment(self._map, _WAITING, _clock())
         if self._far >= 0:
             site = self._texts[call_site() or "?"]
             _number.pack_into(self._map, self._far + _SITE_OFFSET, site)
@@ -208,7 +216,7 @@ class Ring:
         """Record that the rank waits no longer. Local."""
         if self.waits:
             self.waits = False
-            _moment.pack_into(self._map, _WAITING, 0.0)
+            _pack_moment(self._map, _WAITING, 0.0)
 
     def waiting_since(self) -> float:
         """Return since when the rank waits, in monotonic seconds; 0 if not. Local."""
@@ -221,7 +229,7 @@ class Ring:
             text = reason.encode(errors="replace")[: _REASON_BYTES - 1]
             padded = text.ljust(_REASON_BYTES, b"\0")
             self._map[_REASON : _REASON + _REASON_BYTES] = padded
-        _moment.pack_into(self._map, _BUSY, 0.0 if reason is None else _clock())
+        _pack_moment(self._map, _BUSY, 0.0 if reason is None else _clock())
 
     def is_asked(self) -> bool:
         """Say whether somebody wants to know where this rank is. Local."""
@@ -235,21 +243,11 @@ class Ring:
         """Return the rank's record. Local."""
         return _parse(self._map[:])
 
-    def remove(self) -> None:
-        """Remove the file; the record goes on in memory. Local."""
-        if self.path is not None:
-            self.path.unlink(missing_ok=True)
-
-    def _leave(self, entry: int, moment: float) -> None:
-        # Of a call that went on for long the entry may be another's by now.
-        if self._count - entry <= CALLS:
-            at = _HEADER_BYTES + entry % CALLS * 48 + _LEFT_OFFSET
-            _moment.pack_into(self._map, at, moment)
-
-    def _new(self, key: tuple[int, int], frame: FrameType) -> int:
-        self._codes.append(frame.f_code)
-        site = self._texts[f"{frame.f_code.co_filename}:{frame.f_lineno}"]
-        self._sites[key] = site
+    def _new(self, frame: FrameType) -> int:
+        code = frame.f_code
+        self._codes.append(code)
+        site = self._texts[f"{code.co_filename}:{frame.f_lineno}"]
+        self._sites[id(code), frame.f_lasti] = site
         return site
 
 
@@ -461,6 +459,13 @@ def _remove_stale(parent: Path) -> None:
                 left.unlink(missing_ok=True)
 
 
+def _text(texts: Sequence[str], number: int) -> str:
+    if number == _NONE:
+        return ""
+    # A number beyond the end belongs to a text that is being written.
+    return texts[number] if 0 <= number < len(texts) else "?"
+
+
 def _parse(data: bytes) -> Recorded:
     _, rank, size, pid, started, offset = _HEADER.unpack_from(data)
     texts = data[_TEXTS:].partition(b"\0")[0].decode(errors="replace").split("\n")
@@ -468,8 +473,7 @@ def _parse(data: bytes) -> Recorded:
     for slot in range(CALLS):
         entry = _CALL.unpack_from(data, _HEADER_BYTES + slot * _CALL.size)
         entered, left, number, sequence, *numbers = entry
-        # A number beyond the end belongs to a text that is being written.
-        words = [texts[n] if 0 <= n < len(texts) else "?" for n in numbers]
+        words = [_text(texts, n) for n in numbers]
         if number:
             failed = left == _BROKEN
             seconds = None if left <= 0 else left - entered

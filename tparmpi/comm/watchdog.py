@@ -335,8 +335,9 @@ def stop(*, clean: bool) -> None:
         _dog = None
     own = ring.recorder.path
     if clean and own is not None:
-        ring.stacks_of(own).unlink(missing_ok=True)
-        ring.recorder.remove()
+        # The record goes on in memory.
+        for path in (own, ring.stacks_of(own)):
+            path.unlink(missing_ok=True)
 
 
 def last_call(rank: int) -> str:
