@@ -420,13 +420,11 @@ def folder() -> Path | None:
 
 def create(name: str, rank: int, size: int) -> Ring:
     """Return a new ring with a file of this name where there can be one. Local."""
-    parent = folder()
-    if parent is not None:
-        path = parent / name
+    if parent := folder():
         try:
-            return Ring(path, rank, size)
+            return Ring(parent / name, rank, size)
         except OSError:
-            path.unlink(missing_ok=True)
+            (parent / name).unlink(missing_ok=True)
     return Ring(None, rank, size)
 
 
@@ -477,9 +475,8 @@ def _parse(data: bytes) -> Recorded:
         if number:
             failed = left == _BROKEN
             seconds = None if left <= 0 else left - entered
-            calls.append(
-                RecordedCall(entered, seconds, failed, number, sequence, *words)
-            )
+            call = RecordedCall(entered, seconds, failed, number, sequence, *words)
+            calls.append(call)
     calls.sort(key=lambda call: call.number)
     reason = data[_REASON : _REASON + _REASON_BYTES].partition(b"\0")[0]
     return Recorded(
