@@ -45,7 +45,7 @@ def test_tuning_measures_and_leaves_all_as_it_was():
         way = measure.tune(pair, 1024, 0.001)
         assert way.members == 2
         assert way.whole_bytes >= 0
-        assert way.piece_bytes == 2**20
+        assert way.piece_bytes == 2**21
         assert pair._channel.way is before
     pair.close()
 

@@ -33,9 +33,11 @@ Steps = Generator["Pending", None, _T]
 # As long as a member has to send no more bytes than this, an array is summed by sending
 # it whole to every member: one exchange instead of two.
 WHOLE_BYTES = 256 * 1024
+# Two members send no more bytes that way than in pieces, and wait for each other less.
+_PAIR_TIMES = 16
 # Larger sums go in pieces, of this many bytes from all members together, so that adding
 # one overlaps with moving the next and both stay in the cache.
-PIECE_BYTES = 1024 * 1024
+PIECE_BYTES = 2 * 1024 * 1024
 # Pieces under way at a time, each way.
 _DEPTH = 2
 
@@ -92,7 +94,9 @@ class Link:
 
 def goes_whole(nbytes: int, size: int, way: Way | None) -> bool:
     """Say whether an array is summed by sending it whole to every member. Local."""
-    return nbytes * (size - 1) <= (WHOLE_BYTES if way is None else way.whole_bytes)
+    if way is not None:
+        return nbytes * (size - 1) <= way.whole_bytes
+    return nbytes * (size - 1) <= WHOLE_BYTES * (_PAIR_TIMES if size == 2 else 1)
 
 
 @cache

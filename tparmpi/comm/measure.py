@@ -324,7 +324,8 @@ def check_cost(group: Group, seconds: float) -> dict[str, float]:
 
 # Candidates of the tuning table.
 _PIECES = (2**18, 2**19, 2**20, 2**21, 2**22)
-_SMALLEST, _LARGEST_WHOLE, _SMALLEST_IN_PIECES = 64, 2**22, 2**22
+_USUAL_PIECE = 2**21
+_SMALLEST, _LARGEST_WHOLE, _SMALLEST_IN_PIECES = 64, 2**24, 2**22
 
 
 def tune(group: Group, largest: int, seconds: float) -> Way:
@@ -362,8 +363,8 @@ def tune(group: Group, largest: int, seconds: float) -> Way:
         while nbytes <= min(largest, _LARGEST_WHOLE):
             limit = nbytes * (n - 1)
             choice = {
-                "whole": Way(n, nodes, limit, _PIECES[2]),
-                "pieces": Way(n, nodes, 0, _PIECES[2]),
+                "whole": Way(n, nodes, limit, _USUAL_PIECE),
+                "pieces": Way(n, nodes, 0, _USUAL_PIECE),
             }
             found = timed(nbytes, choice)
             if found["whole"] > found["pieces"]:
@@ -378,7 +379,7 @@ def tune(group: Group, largest: int, seconds: float) -> Way:
             for piece in _PIECES:
                 losses[piece] += log(found[str(piece)])
             nbytes *= 4
-        piece = min(losses, key=lambda p: (losses[p], abs(p - _PIECES[2])))
+        piece = min(losses, key=lambda p: (losses[p], abs(p - _USUAL_PIECE)))
         return Way(n, min(nodes, 2), whole, piece)
     finally:
         group.take_way(before)

@@ -32,8 +32,8 @@ lock = threading.Lock()
 """Held while operations move on, by one thread at a time."""
 
 _SPINS = 20
-# Where each rank has a core to itself, yielding it gains nobody anything.
-_OWN_CORE_SECONDS = 0.001
+# Where each rank has a core to itself, yielding it gains nobody of the job anything.
+_OWN_CORE_SECONDS = 0.02
 _SPIN_SECONDS = 0.005
 _PAUSE_SECONDS = 0.0001
 _WATCH_SECONDS = 0.02
@@ -99,9 +99,10 @@ def wait(done: Callable[[], bool], watch: Callable[[], None]) -> None:
             if active and poll():
                 start = now
                 recorder.go_on()
+            if now - start < _rank.spin_seconds:
+                continue
             if now - start < _SPIN_SECONDS:
-                if now - start > _rank.spin_seconds:
-                    os.sched_yield()
+                os.sched_yield()
                 continue
             if not recorder.waits:
                 recorder.wait()
