@@ -177,6 +177,7 @@ def _entry(row: Row) -> dict[str, Any]:
 
 
 def _show(report: dict[str, Any]) -> None:
+    from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
 
@@ -189,8 +190,11 @@ def _show(report: dict[str, Any]) -> None:
         console.print(table)
         console.print(f"written to {report['table']}")
         return
-    table = Table("call", "bytes", "transport", title=title)
-    for name in ("µs", "MPI µs", "times as fast", "added µs", "GB/s"):
+    table = Table(title=title, box=SIMPLE_HEAD)
+    table.add_column("call", no_wrap=True)
+    table.add_column("bytes", justify="right", no_wrap=True)
+    table.add_column("transport", no_wrap=True)
+    for name in ("µs", "MPI µs", "ratio", "added µs", "GB/s"):
         table.add_column(name, justify="right")
     for row in report["calls"]:
         table.add_row(
