@@ -11,6 +11,7 @@ Layout, in the machine's byte order: a header (see `_HEADER`), the latest `CALLS
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import stat
@@ -40,7 +41,7 @@ _HEADER_BYTES = 256
 # group, and the numbers of the texts for call, group, operator and source line.
 _CALL = struct.Struct("<ddqqiiii")
 _TEXTS = _HEADER_BYTES + CALLS * _CALL.size
-_TEXT_BYTES = 160 * 1024
+_TEXT_BYTES = 48 * 1024
 FILE_BYTES = _TEXTS + _TEXT_BYTES
 
 _OPEN, _BROKEN = 0.0, -1.0
@@ -54,6 +55,7 @@ _PACKAGE = str(Path(__file__).resolve().parent.parent) + os.sep
 _DEPTH = 4
 _MEMORY = Path("/dev/shm")
 _STALE_SECONDS = 86_400.0
+_KEPT = 512
 
 _enter = _CALL.pack_into
 _moment = struct.Struct("<d")
@@ -366,10 +368,8 @@ def read_process(path: Path) -> tuple[int, int] | None:
             head = file.read(_HEADER.size)
     except OSError:
         return None
-    if len(head) < _HEADER.size or not head.startswith(_MAGIC):
-        return None
-    _, _, _, pid, started, _ = _HEADER.unpack(head)
-    return pid, started
+    whole = len(head) == _HEADER.size and head.startswith(_MAGIC)
+    return _HEADER.unpack(head)[3:5] if whole else None
 
 
 def ask(path: Path) -> None:
@@ -397,9 +397,9 @@ def start_of(pid: int) -> int | None:
 
 
 def folder() -> Path | None:
-    """Return the user's folder for such files on this node, None if there is none.
+    """Return the user's folder for such files on this node, None if none. Local.
 
-    Local. Files that no clean exit has removed are removed after a day.
+    Removes old files, and the oldest of many, whose ranks are gone.
     """
     # Loads the modules of compression, which a mere import of the package is spared.
     from tempfile import gettempdir
@@ -442,16 +442,17 @@ def _open(path: Path | None) -> mmap.mmap:
 
 
 def _remove_stale(parent: Path) -> None:
-    now = time.time()
+    ages: dict[Path, float] = {}
     for path in parent.glob(f"*{SUFFIX}"):
-        try:
-            is_old = now - path.stat().st_mtime > _STALE_SECONDS
-        except FileNotFoundError:
-            # Another rank was quicker.
+        # Another rank may be quicker.
+        with contextlib.suppress(FileNotFoundError):
+            ages[path] = time.time() - path.stat().st_mtime
+    for number, path in enumerate(sorted(ages, key=ages.__getitem__)):
+        if number < _KEPT and ages[path] < _STALE_SECONDS:
             continue
         # A mapped file's time does not tell when it was last written to.
-        found = read(path) if is_old else None
-        if is_old and (found is None or not found.is_alive):
+        found = read_process(path)
+        if found is None or start_of(found[0]) != found[1]:
             job = path.name.partition("-")[0]
             for left in (path, stacks_of(path), *parent.glob(f"{job}-*.claim")):
                 left.unlink(missing_ok=True)
