@@ -435,6 +435,8 @@ def test_what_is_refused_leaves_the_group_usable(way, group):
 
 def test_a_longer_message_than_expected_is_an_error(way):
     pair = way.group([0, 1])
+    if pair.checker is not None:
+        pytest.skip("calls are checked: they say more, in test_comm_check")
     if pair.is_member and pair.rank == 0:
         with pytest.raises(CommunicationError, match="all_reduce: a message does not"):
             pair.all_reduce(way.put(np.arange(3.0)))
