@@ -28,13 +28,13 @@ if TYPE_CHECKING:
 Array = np.ndarray[Any, np.dtype[Any]]
 
 # Above this, the long way costs nothing that shows.
-_BYTES = 32 * 1024
+_BYTES = 96 * 1024
 _SPINS = 20
 _KIND = "all_reduce"
 # Frames from the record of the call up to the user's.
 _DEPTH = 3
 # Kinds of arrays with memory of their own to receive into, at a time.
-_ROOMS = 64
+_ROOMS = 32
 
 
 class Quick:
