@@ -19,12 +19,14 @@ from tparmpi.comm import (
     group,
     init,
     ledger,
+    long_work,
     mesh,
     world,
 )
 from tparmpi.errors import (
     AutodiffError,
     CheckpointError,
+    CollectiveMismatchError,
     CommunicationError,
     DataError,
     DeviceError,
@@ -92,6 +94,7 @@ def __getattr__(name: str) -> ModuleType:
 __all__ = [
     "AutodiffError",
     "CheckpointError",
+    "CollectiveMismatchError",
     "CommunicationError",
     "DataError",
     "Device",
@@ -129,6 +132,7 @@ __all__ = [
     "layer_norm",
     "ledger",
     "linear",
+    "long_work",
     "matmul",
     "mean",
     "mesh",

@@ -62,6 +62,10 @@ class CommunicationError(TparmpiError):
     """A collective or a message that cannot complete, or ranks that disagree."""
 
 
+class CollectiveMismatchError(CommunicationError):
+    """Members of a group make calls that do not belong together."""
+
+
 class CheckpointError(TparmpiError):
     """A checkpoint that cannot be written, read or trusted."""
 

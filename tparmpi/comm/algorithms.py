@@ -2,12 +2,17 @@
 
 Everything here works on one operation's `Link`. Receives are posted before sends, and
 an array without elements is no message, as both sides know.
+
+What has to wait is a generator that yields the messages it waits for: a blocking call
+waits for them there and then, a non-blocking one goes on when the rank next looks at
+its messages.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Generator, Sequence
+from functools import cache
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -17,16 +22,22 @@ from tparmpi.sharding import chunk
 
 if TYPE_CHECKING:
     from tparmpi.comm.control import Pending
+    from tparmpi.comm.tuning import Way
 
 Array = Any
 Fold = Callable[[Sequence[Array], Array], None]
+_T = TypeVar("_T")
+Steps = Generator["Pending", None, _T]
+"""Yields messages to wait for before it goes on, and returns a result."""
 
 # As long as a member has to send no more bytes than this, an array is summed by sending
 # it whole to every member: one exchange instead of two.
 WHOLE_BYTES = 256 * 1024
+# Two members send no more bytes that way than in pieces, and wait for each other less.
+_PAIR_TIMES = 16
 # Larger sums go in pieces, of this many bytes from all members together, so that adding
 # one overlaps with moving the next and both stay in the cache.
-PIECE_BYTES = 1024 * 1024
+PIECE_BYTES = 2 * 1024 * 1024
 # Pieces under way at a time, each way.
 _DEPTH = 2
 
@@ -41,16 +52,26 @@ class Link:
         The operation's first tag.
     doing : str
         Name of the operation, for errors.
+    way : Way, optional
+        How sums of this group go, where that was measured.
     """
 
-    __slots__ = ("doing", "rank", "size", "tag", "transport")
+    __slots__ = ("doing", "rank", "size", "tag", "transport", "way")
 
-    def __init__(self, transport: Transport, tag: int, doing: str) -> None:
+    def __init__(
+        self, transport: Transport, tag: int, doing: str, way: Way | None = None
+    ) -> None:
+        self.way = way
         self.transport = transport
         self.rank = transport.rank
         self.size = transport.size
         self.tag = tag
         self.doing = doing
+
+    @property
+    def piece_bytes(self) -> int:
+        """Bytes of a piece of a large sum, from all members together."""
+        return PIECE_BYTES if self.way is None else self.way.piece_bytes
 
     def pending(self) -> Pending:
         """Return an empty set of messages."""
@@ -66,16 +87,26 @@ class Link:
         """Start to receive into `flat` from a member."""
         self.transport.start_receive(pending, flat, source, self.tag + phase)
 
-    def wait(self, pending: Pending) -> None:
-        """Complete all messages of `pending`."""
-        self.transport.wait(pending, self.doing)
-
-    def others(self) -> list[int]:
+    def others(self) -> tuple[int, ...]:
         """The other members, the next one first, so that not all send to one."""
-        return [(self.rank + step) % self.size for step in range(1, self.size)]
+        return _others(self.rank, self.size)
 
 
-def exchange(link: Link, outgoing: Sequence[Array], incoming: Sequence[Array]) -> None:
+def goes_whole(nbytes: int, size: int, way: Way | None) -> bool:
+    """Say whether an array is summed by sending it whole to every member. Local."""
+    if way is not None:
+        return nbytes * (size - 1) <= way.whole_bytes
+    return nbytes * (size - 1) <= WHOLE_BYTES * (_PAIR_TIMES if size == 2 else 1)
+
+
+@cache
+def _others(rank: int, size: int) -> tuple[int, ...]:
+    return tuple((rank + step) % size for step in range(1, size))
+
+
+def exchange(
+    link: Link, outgoing: Sequence[Array], incoming: Sequence[Array]
+) -> Steps[None]:
     """Send ``outgoing[j]`` to each member j and receive ``incoming[j]`` from it.
 
     This rank's own entries are left alone.
@@ -86,25 +117,23 @@ def exchange(link: Link, outgoing: Sequence[Array], incoming: Sequence[Array]) -
         link.receive(pending, incoming[member], member)
     for member in others:
         link.send(pending, outgoing[member], member)
-    link.wait(pending)
+    yield pending
 
 
-def reduce_whole(link: Link, flat: Array, fold: Fold) -> Array:
-    """Return the members' arrays folded in member order, each sent whole to all."""
-    out = link.transport.empty(flat.shape, flat.dtype)
+def reduce_whole(link: Link, flat: Array, out: Array, fold: Fold) -> Steps[None]:
+    """Fold the members' arrays in member order into `out`, each sent whole to all."""
     if link.size == 2:
         both = [out, out]
-        exchange(link, [flat, flat], both)
+        yield from exchange(link, [flat, flat], both)
         both[link.rank] = flat
         fold(both, out)
-        return out
+        return
     received = link.transport.borrow((link.size, flat.size), flat.dtype)
     parts = list(received)
-    exchange(link, [flat] * link.size, parts)
+    yield from exchange(link, [flat] * link.size, parts)
     parts[link.rank] = flat
     fold(parts, out)
     link.transport.give_back(received)
-    return out
 
 
 def reduce_blocks(
@@ -113,7 +142,7 @@ def reduce_blocks(
     out: Array,
     fold: Fold,
     folded: Callable[[int, int], None] | None = None,
-) -> None:
+) -> Steps[None]:
     """Fold all members' blocks for this rank into `out`, in member order, in pieces.
 
     Parameters
@@ -126,7 +155,12 @@ def reduce_blocks(
         Called with (start, stop) when that part of `out` is complete.
     """
     step = _step(link, out)
-    largest = max(block.size for block in blocks)
+    largest = max([block.size for block in blocks])
+    if largest <= step:
+        yield from _reduce_once(link, blocks, out, fold)
+        if folded is not None and out.size:
+            folded(0, out.size)
+        return
     starts = range(0, largest, step)
     mine = blocks[link.rank]
     room = min(step, mine.size)
@@ -150,7 +184,7 @@ def reduce_blocks(
     for number in range(min(_DEPTH, len(starts))):
         start(number)
     for number, low in enumerate(starts):
-        link.wait(receives[number])
+        yield receives[number]
         own = mine[low : low + step]
         if own.size:
             parts = [slot[: own.size] for slot in slots[number % _DEPTH]]
@@ -160,23 +194,36 @@ def reduce_blocks(
                 folded(low, low + own.size)
         if number + _DEPTH < len(starts):
             start(number + _DEPTH)
-        link.wait(sends[number])
+        yield sends[number]
     for slot in slots:
         link.transport.give_back(slot)
+
+
+def _reduce_once(
+    link: Link, blocks: Sequence[Array], out: Array, fold: Fold
+) -> Steps[None]:
+    """Do what `reduce_blocks` does, in one piece."""
+    mine = blocks[link.rank]
+    received = link.transport.borrow((link.size, mine.size), mine.dtype)
+    parts = list(received)
+    yield from exchange(link, blocks, parts)
+    if mine.size:
+        parts[link.rank] = mine
+        fold(parts, out)
+    link.transport.give_back(received)
 
 
 def _step(link: Link, flat: Array) -> int:
     """Elements of one member's piece."""
     itemsize: int = flat.dtype.itemsize
-    return max(1, PIECE_BYTES // (link.size - 1) // itemsize)
+    return max(1, link.piece_bytes // (link.size - 1) // itemsize)
 
 
-def reduce_everywhere(link: Link, flat: Array, fold: Fold) -> Array:
-    """Return the members' arrays folded in member order; large ones in pieces.
+def reduce_everywhere(link: Link, flat: Array, out: Array, fold: Fold) -> Steps[None]:
+    """Fold the members' arrays in member order into `out`; large ones in pieces.
 
     Each member folds its part; a folded piece leaves for the others at once.
     """
-    out = link.transport.empty((flat.size,), flat.dtype)
     bounds = [chunk(flat.size, link.size, member) for member in range(link.size)]
     blocks = [flat[start : start + size] for start, size in bounds]
     results = [out[start : start + size] for start, size in bounds]
@@ -193,30 +240,44 @@ def reduce_everywhere(link: Link, flat: Array, fold: Fold) -> Array:
         for member in others:
             link.send(spreading, mine[low:high], member, SECOND)
 
-    reduce_blocks(link, blocks, mine, fold, spread)
-    link.wait(spreading)
-    return out
+    yield from reduce_blocks(link, blocks, mine, fold, spread)
+    yield spreading
 
 
-def tree(link: Link, root: int) -> tuple[int | None, list[int]]:
-    """Return (parent, children) of this rank in a binomial tree from `root`."""
-    place = (link.rank - root) % link.size
+@cache
+def tree(rank: int, size: int, root: int) -> tuple[int | None, tuple[int, ...]]:
+    """Return (parent, children) of a member in a binomial tree from `root`. Local."""
+    place = (rank - root) % size
     bit = 1
-    while bit < link.size and not place & bit:
+    while bit < size and not place & bit:
         bit *= 2
-    parent = None if place == 0 else (link.rank - bit) % link.size
+    parent = None if place == 0 else (rank - bit) % size
     children = []
     bit //= 2
     while bit:
-        if place + bit < link.size:
-            children.append((link.rank + bit) % link.size)
+        if place + bit < size:
+            children.append((rank + bit) % size)
         bit //= 2
-    return parent, children
+    return parent, tuple(children)
 
 
-def spread(link: Link, flat: Array, root: int) -> None:
+def spread_whole(link: Link, flat: Array, root: int) -> Steps[None]:
+    """Copy the root's `flat` into every member's, down a tree."""
+    parent, children = tree(link.rank, link.size, root)
+    if parent is not None:
+        pending = link.pending()
+        link.receive(pending, flat, parent)
+        yield pending
+    if children:
+        pending = link.pending()
+        for child in children:
+            link.send(pending, flat, child)
+        yield pending
+
+
+def spread(link: Link, flat: Array, root: int) -> Steps[None]:
     """Copy the root's `flat` into every member's, down a tree, in pieces."""
-    parent, children = tree(link, root)
+    parent, children = tree(link.rank, link.size, root)
     step = max(1, PIECE_BYTES // max(1, flat.dtype.itemsize))
     starts = range(0, flat.size, step)
     receives = [link.pending() for _ in starts]
@@ -225,20 +286,22 @@ def spread(link: Link, flat: Array, root: int) -> None:
         for number, low in enumerate(starts):
             link.receive(receives[number], flat[low : low + step], parent)
     for number, low in enumerate(starts):
-        link.wait(receives[number])
+        if parent is not None:
+            yield receives[number]
         for child in children:
             link.send(sends, flat[low : low + step], child)
-    link.wait(sends)
+    if children:
+        yield sends
 
 
-def meet(link: Link) -> None:
+def meet(link: Link) -> Steps[None]:
     """Return when every member has called it."""
     token = np.zeros(1, np.uint8)
     distance = 1
     while distance < link.size:
         pending = link.pending()
-        heard = link.transport.empty((1,), token.dtype)
+        heard = np.empty_like(token)
         link.receive(pending, heard, (link.rank - distance) % link.size)
         link.send(pending, token, (link.rank + distance) % link.size)
-        link.wait(pending)
+        yield pending
         distance *= 2

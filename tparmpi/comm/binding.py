@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from tparmpi.backend import get
 from tparmpi.comm.launcher import Launched
+from tparmpi.comm.transports.capability import transports
 from tparmpi.config import environment
 from tparmpi.errors import DeviceError
 
@@ -105,8 +106,20 @@ def describe(comm: MPI.Intracomm, bound: Bound) -> dict[str, Any]:
         "local_rank": local_rank,
         "cores": sorted(os.sched_getaffinity(0)),
         "quota": core_quota(),
-        "transports": ("host",),
+        "transports": transports(bound.kind),
     }
+
+
+def warn_of_staging(table: Sequence[Mapping[str, Any]], rank: int) -> None:
+    """Say, on the first rank, if MPI takes no GPU's memory. Local."""
+    staged = [row["transports"][0] == "staged" for row in table]
+    if rank == 0 and any(staged):
+        warnings.warn(
+            "the MPI library does not say that it takes GPU memory; arrays of "
+            f"{sum(staged)} ranks are copied through host memory. If it does take it, "
+            "set TPARMPI_CUDA_AWARE=1",
+            stacklevel=2,
+        )
 
 
 def limit_threads(table: Sequence[Mapping[str, Any]], rank: int) -> None:

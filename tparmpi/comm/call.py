@@ -2,31 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from tparmpi.comm import algorithms, objects
-from tparmpi.comm.algorithms import Link
-from tparmpi.comm.ledger import active, record
-from tparmpi.comm.tags import FIRST
-from tparmpi.errors import ShapeError, UsageError
-from tparmpi.sharding import chunk
+from tparmpi.comm import progress, ring
+from tparmpi.comm.abandoned import keep
+from tparmpi.comm.algorithms import Link, Steps
+from tparmpi.comm.handle import Handle
+from tparmpi.comm.ledger import Entry, active
+from tparmpi.errors import CollectiveMismatchError, ShapeError, UsageError
 
 if TYPE_CHECKING:
     from tparmpi.comm.channel import Channel
+    from tparmpi.comm.control import Pending
     from tparmpi.comm.members import Members
+    from tparmpi.comm.transports.streams import Turn
 
 Array = Any
+_T = TypeVar("_T")
 
 # Raised before anything is sent.
-_REFUSALS = (UsageError, ShapeError)
+_REFUSALS = (UsageError, ShapeError, CollectiveMismatchError)
 
 
 class Call:
-    """The scope of one call: holds its tag while it runs, records it when it ends.
+    """One call: holds its tag while it is under way, records it when it ends.
 
     Parameters
     ----------
@@ -37,47 +39,142 @@ class Call:
         Name of the call.
     sequence : int
         Number of the call, the same on all members.
+    pair : tuple of int, optional
+        The two members of a point-to-point call, source and target, which count theirs.
 
     Attributes
     ----------
     link : Link or None
         None where there is one member, and nothing to send.
+    turn : Turn or None
+        Where its work comes among that of the caller's streams, if there are any.
     sent : int
-        Payload bytes that this rank sends; the call sets it.
+        Payload bytes that this rank sends; the operation sets it.
     """
 
-    __slots__ = ("_channel", "_place", "_sequence", "_start", "kind", "link", "sent")
+    __slots__ = (
+        "_channel",
+        "_entry",
+        "_recorded",
+        "kind",
+        "link",
+        "pair",
+        "place",
+        "sent",
+        "sequence",
+        "turn",
+    )
 
     def __init__(
-        self, place: Members, channel: Channel, kind: str, sequence: int
+        self,
+        place: Members,
+        channel: Channel,
+        kind: str,
+        sequence: int,
+        pair: tuple[int, int] | None = None,
     ) -> None:
-        self._place = place
+        self.place = place
         self._channel = channel
-        self._sequence = sequence
-        self._start = 0.0
+        self.pair = pair
+        self._entry: Entry | None = None
         self.kind = kind
+        self.sequence = sequence
         self.link: Link | None = None
+        self.turn: Turn | None = None
         self.sent = 0
-
-    def __enter__(self) -> Call:
-        transport = self._channel.transport
+        transport = channel.transport
         if transport is not None:
             if active:
-                self._start = perf_counter()
-            tag = self._channel.begin(self._place.id, self._sequence)
-            self.link = Link(transport, tag, self.kind)
-        return self
+                self._entry = Entry()
+            tag = channel.begin(place.id, sequence, pair)
+            self.link = Link(transport, tag, kind, channel.way)
+            self.turn = transport.turn()
+            self._recorded = ring.recorder.enter(kind, place.recorded_as, sequence)
 
-    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+    def __repr__(self) -> str:
+        return f"{self.kind} on {self.place!r}"
+
+    def run(self, operation: Callable[..., Steps[_T]], *arguments: Any) -> _T:
+        """Return the result of an operation, waiting wherever it has to. Local.
+
+        Parameters
+        ----------
+        operation
+            Called with this call and the `arguments`.
+        """
+        try:
+            steps = self._steps(operation, arguments)
+            while True:
+                self._wait(next(steps))
+        except StopIteration as stop:
+            self.end(None)
+            result: _T = stop.value
+            return result
+        except BaseException as error:
+            self.end(error)
+            raise
+
+    def start(self, operation: Callable[..., Steps[_T]], *arguments: Any) -> Handle[_T]:
+        """Begin an operation and return its handle. Local.
+
+        Raises
+        ------
+        UsageError, ShapeError
+            If the operation refuses its arguments.
+        """
+        handle = Handle(self, self._steps(operation, arguments))
+        progress.add(handle)
+        handle.check_refusal()
+        return handle
+
+    def end(self, error: BaseException | None) -> None:
+        """Close the call, which has run or failed. Local."""
         if self.link is None:
             return
-        if error is not None and not issubclass(error, _REFUSALS):
-            # Messages may still be under way: the tag stays taken.
-            return
-        self._channel.end(self.link.tag)
-        if self._start and error is None:
-            seconds = perf_counter() - self._start
-            record(self.kind, self._place.label, self.sent, seconds)
+        if error is None:
+            ring.recorder.leave(self._recorded)
+        else:
+            ring.recorder.break_off(self._recorded)
+            if not isinstance(error, _REFUSALS):
+                # Messages may still be under way: the tag stays taken.
+                keep(error)
+                return
+        self._channel.end(self.link.tag, self.pair)
+        if self._entry is not None and error is None:
+            self._entry.close(self.kind, self.place.label, self.sent)
+
+    @property
+    def is_counted(self) -> bool:
+        """Whether a ledger wants to know what is sent."""
+        return self._entry is not None
+
+    def watch(self, pending: Pending) -> None:
+        """Refuse to wait for members that have ended. Local.
+
+        Raises
+        ------
+        CommunicationError
+            If one that `pending` has messages from or to has ended.
+        """
+        assert self.link is not None
+        pending.watch(self.link.transport.control, self.kind)
+
+    def _steps(
+        self, operation: Callable[..., Steps[_T]], arguments: Sequence[Any]
+    ) -> Steps[_T]:
+        checker = self.place.checker
+        if checker is None or self.link is None:
+            steps = operation(self, *arguments)
+        else:
+            # It calls MPI, which is not to start with an import.
+            from tparmpi.comm.check import checked
+
+            steps = checked(checker, self, operation, arguments)
+        return steps if self.turn is None else self.turn.drive(steps, *arguments)
+
+    def _wait(self, pending: Pending) -> None:
+        assert self.link is not None
+        pending.wait(self.link.transport.control, self.kind)
 
     @property
     def xp(self) -> Any:
@@ -90,104 +187,89 @@ class Call:
             return array if hasattr(array, "dtype") else np.asarray(array)
         return self.link.transport.take_in(array)
 
-    def give_out(self, array: Array) -> Array:
-        """Return a fresh working array as an array of the place's kind."""
+    def check_out(
+        self, out: Array | None, shape: tuple[int, ...], dtype: np.dtype[Any]
+    ) -> None:
+        """Refuse an `out` that cannot hold the result. Local.
+
+        Raises
+        ------
+        ShapeError
+            If its shape differs.
+        UsageError
+            If its dtype differs, or it cannot be written to.
+        """
+        if out is None:
+            return
+        kind: Any = object if self.link is None else self.xp.ndarray
+        if not (isinstance(out, kind) and hasattr(out, "dtype")):
+            raise UsageError(
+                f"{self.kind}: out must be an array of {self.xp.__name__}, as the "
+                f"result is, it is a {type(out).__module__}.{type(out).__qualname__}"
+            )
+        if out.shape != shape:
+            raise ShapeError(
+                f"{self.kind}: out must have the result's shape {shape}, it has "
+                f"{out.shape}"
+            )
+        if out.dtype != dtype:
+            raise UsageError(
+                f"{self.kind}: out must have the result's dtype {dtype}, it has "
+                f"{out.dtype}"
+            )
+        if isinstance(out, np.ndarray) and not out.flags.writeable:
+            raise UsageError(f"{self.kind}: out is read-only")
+
+    def target(
+        self,
+        out: Array | None,
+        shape: Sequence[int],
+        dtype: np.dtype[Any],
+        source: Array | None = None,
+    ) -> Array:
+        """Return a working array for the result: `out` itself where it can be one.
+
+        It cannot if it shares memory with the `source` of the call.
+        """
+        if (
+            out is not None
+            and type(out) is np.ndarray
+            and self.xp is np
+            and out.shape == tuple(shape)
+            and out.dtype == dtype
+            and out.flags.c_contiguous
+            and out.flags.writeable
+            and (source is None or not np.may_share_memory(out, source))
+        ):
+            return out
+        return self.empty(shape, dtype)
+
+    def give_out(self, array: Array, out: Array | None = None) -> Array:
+        """Return a fresh working array as an array of the place's kind, or in `out`."""
         assert self.link is not None
-        return self.link.transport.give_out(array, self._place)
+        if out is None:
+            return self.link.transport.give_out(array, self.place)
+        if array is not out:
+            self.check_out(out, array.shape, array.dtype)
+            out[...] = self.link.transport.give_out(array, self.place)
+        return out
 
     def empty(self, shape: Sequence[int], dtype: np.dtype[Any]) -> Array:
-        """Return an uninitialised working array."""
+        """Return an uninitialised working array that the caller may get."""
         assert self.link is not None
+        if self.turn is not None:
+            return self.turn.empty(shape, dtype)
         return self.link.transport.empty(shape, dtype)
 
-    def copy(self, array: Array) -> Array:
-        """Return a fresh, C-contiguous copy of a rank's own array."""
+    def copy(self, array: Array, out: Array | None = None) -> Array:
+        """Return a C-contiguous copy of a rank's own array, or `out` filled with it."""
+        if out is not None:
+            values = array if hasattr(array, "dtype") else np.asarray(array)
+            self.check_out(out, values.shape, values.dtype)
+            out[...] = values
+            return out
+        if self.turn is not None:
+            copied = self.turn.empty(array.shape, array.dtype)
+            copied[...] = self.take_in(array)
+            return copied
         return array.copy(order="C") if hasattr(array, "dtype") else np.array(array)
-
-
-def cut(data: Array, dim: int, parts: int) -> list[Array]:
-    """Return the contiguous chunks of a working array along `dim`."""
-    blocks = []
-    for part in range(parts):
-        start, size = chunk(data.shape[dim], parts, part)
-        block = data[(slice(None),) * dim + (slice(start, start + size),)]
-        blocks.append(block if block.flags.c_contiguous else block.copy(order="C"))
-    return blocks
-
-
-def join(
-    call: Call,
-    outgoing: Sequence[Array],
-    shapes: Sequence[tuple[int, ...]],
-    dim: int,
-    own: Array,
-) -> Array:
-    """Exchange flat blocks and return the received ones joined along `dim`.
-
-    Parameters
-    ----------
-    outgoing
-        A flat block for each member.
-    shapes
-        Shape of the block that comes from each member.
-    own
-        This rank's block for itself.
-    """
-    link = call.link
-    assert link is not None
-    total = sum(shape[dim] for shape in shapes)
-    shape = (*own.shape[:dim], total, *own.shape[dim + 1 :])
-    out = call.empty(shape, own.dtype)
-    places = []
-    stop = 0
-    for block in shapes:
-        start, stop = stop, stop + block[dim]
-        places.append(out[(slice(None),) * dim + (slice(start, stop),)])
-    # Blocks that are contiguous in the result are received in place.
-    received = [
-        place if place.flags.c_contiguous else call.empty(place.shape, own.dtype)
-        for place in places
-    ]
-    places[link.rank][...] = own
-    algorithms.exchange(link, outgoing, [block.reshape(-1) for block in received])
-    for member in link.others():
-        if received[member] is not places[member]:
-            places[member][...] = received[member]
-    return out
-
-
-def spread_object(link: Link, value: Any, root: int) -> Any:
-    """Return the root's `value` on every member."""
-    frame, body = objects.pack(value if link.rank == root else None)
-    algorithms.spread(link, frame, root)
-    if link.rank != root:
-        body = objects.body_for(frame)
-    algorithms.spread(link, body, root)
-    return objects.unpack(frame, body)
-
-
-def send_array(link: Link, data: Array, to: int, phase: int = FIRST) -> None:
-    """Send a working array with its shape and dtype."""
-    frame, body = objects.pack((data.shape, data.dtype))
-    pending = link.pending()
-    for part in (frame, body, data.reshape(-1)):
-        link.send(pending, part, to, phase)
-    link.wait(pending)
-
-
-def receive_array(link: Link, source: int, phase: int = FIRST) -> Array:
-    """Return the working array that `send_array` sends."""
-    frame = np.empty(objects.FRAME_BYTES, np.uint8)
-    _receive(link, frame, source, phase)
-    body = objects.body_for(frame)
-    _receive(link, body, source, phase)
-    shape, dtype = objects.unpack(frame, body)
-    data = link.transport.empty(shape, dtype)
-    _receive(link, data.reshape(-1), source, phase)
-    return data
-
-
-def _receive(link: Link, flat: Array, source: int, phase: int) -> None:
-    pending = link.pending()
-    link.receive(pending, flat, source, phase)
-    link.wait(pending)

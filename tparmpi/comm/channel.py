@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import heapq
-import os
-import time
 from typing import TYPE_CHECKING
 
 from mpi4py import MPI
 
+from tparmpi.comm import progress
 from tparmpi.comm.tags import describe, fold
+from tparmpi.comm.transports import choice
 from tparmpi.comm.transports.base import Transport
-from tparmpi.comm.transports.host import HostTransport
 from tparmpi.errors import GroupError
 
 if TYPE_CHECKING:
     from tparmpi.comm.state import World
+    from tparmpi.comm.tuning import Way
 
 # Groups and meshes that one ordered list of members can have at a time.
 GROUP_LIMIT = 65_536
@@ -38,20 +38,26 @@ class Channel:
     ----------
     transport : Transport or None
         None for a single member, which has nothing to send.
-    in_flight : set of int
-        First tags of the operations that are under way.
+    way : Way or None
+        How sums go, where that was measured.
+    in_flight : set
+        The operations under way: first tags, with the pair of members if it is theirs.
     """
 
     def __init__(self, world: World, members: tuple[int, ...]) -> None:
+        self._world = world
         self.members = members
-        self.in_flight: set[int] = set()
+        self.in_flight: set[int | tuple[int, tuple[int, int]]] = set()
         self._free_ids: list[int] = []
         self._next_id = 0
         self.comm: MPI.Intracomm | None = None
         self.transport: Transport | None = None
+        self.way: Way | None = None
         if len(members) > 1:
             self.comm = world.communicator(members)
-            self.transport = HostTransport(self.comm, members, world.control)
+            devices = [world.devices[rank] for rank in members]
+            self.way = world.way(members)
+            self.transport = choice.make(devices, self.comm, members, world.control)
             bound = self.comm.Get_attr(MPI.TAG_UB)
             self.tag_bound = bound if isinstance(bound, int) else 32_767
 
@@ -82,21 +88,26 @@ class Channel:
         """Make the number of a closed group free again. Local."""
         heapq.heappush(self._free_ids, group_id)
 
-    def begin(self, group_id: int, sequence: int) -> int:
-        """Return the tag of an operation; waits while it is in flight. Local."""
+    def begin(
+        self, group_id: int, sequence: int, pair: tuple[int, int] | None = None
+    ) -> int:
+        """Return the tag of an operation; waits while it is in flight. Local.
+
+        A `pair` (source, target) has a sequence, and so tags, of its own.
+        """
         tag = fold(group_id, sequence, self.tag_bound)
-        while tag in self.in_flight:
-            os.sched_yield()
-            time.sleep(0.0001)
-        self.in_flight.add(tag)
+        key = tag if pair is None else (tag, pair)
+        if key in self.in_flight:
+            progress.wait(lambda: key not in self.in_flight, lambda: None)
+        self.in_flight.add(key)
         return tag
 
-    def end(self, tag: int) -> None:
+    def end(self, tag: int, pair: tuple[int, int] | None = None) -> None:
         """Free an operation's tag. Local."""
-        self.in_flight.discard(tag)
+        self.in_flight.discard(tag if pair is None else (tag, pair))
 
     def free(self) -> None:
         """Free the communicator. Collective over the members."""
         if self.comm is not None:
-            self.comm.Free()
+            self._world.free(self.comm)
             self.comm = self.transport = None

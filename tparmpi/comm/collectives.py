@@ -5,24 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
-from tparmpi.comm import algorithms, objects
-from tparmpi.comm.call import (
-    Call,
-    cut,
-    join,
-    receive_array,
-    send_array,
-    spread_object,
-)
-from tparmpi.comm.folding import fold_of
+from tparmpi.comm import operations
+from tparmpi.comm.call import Array, Call
 from tparmpi.comm.members import Members
-from tparmpi.comm.tags import FIRST, MESSAGE
-from tparmpi.errors import ShapeError, UsageError
-from tparmpi.sharding import chunk
-
-Array = Any
+from tparmpi.comm.start import Start
+from tparmpi.errors import UsageError
 
 
 class Collectives(Members):
@@ -32,11 +19,25 @@ class Collectives(Members):
     NumPy or CuPy arrays of any strides, numeric dtype and shape, without dims or
     elements too; they are not changed, results are fresh. Members' dims are numbered
     from 0, their places by `rank`.
+
+    Where a method takes `out`, that is where the result goes, and what is returned: an
+    array of its shape and dtype, of any strides; it may be the input or a part of it.
     """
+
+    _start: Start | None = None
+
+    @property
+    def start(self) -> Start:
+        """The same methods, which start an operation and return its `Handle`. Local."""
+        if self._start is None:
+            self._start = Start(self)
+        return self._start
 
     # Sums
 
-    def all_reduce(self, array: Array, op: str = "sum") -> Array:
+    def all_reduce(
+        self, array: Array, op: str = "sum", *, out: Array | None = None
+    ) -> Array:
         """Return the members' arrays combined elementwise, the same on every member.
 
         The sum is a left fold in member order, in float32 for float16 and bfloat16,
@@ -47,28 +48,32 @@ class Collectives(Members):
         array
             Of the same shape and dtype on every member.
         op : {"sum", "max", "min", "mean"}
+        out
+            For the result.
 
         Raises
         ------
         UsageError
-            If `op` is unknown, or the dtype has no such operation.
+            If `op` is unknown, or the dtype has no such operation, or `out` has another
+            dtype.
+        ShapeError
+            If `out` has another shape.
         """
-        with self._operation("all_reduce") as call:
-            data = call.take_in(array)
-            fold = fold_of(op, data.dtype, call.xp, "all_reduce")
-            link = call.link
-            if link is None:
-                return call.copy(array)
-            flat = data.reshape(-1)
-            if flat.nbytes * (self.size - 1) <= algorithms.WHOLE_BYTES:
-                out = algorithms.reduce_whole(link, flat, fold)
-            else:
-                out = algorithms.reduce_everywhere(link, flat, fold)
-            own = chunk(flat.size, self.size, self.rank)[1]
-            call.sent = (flat.size + (self.size - 2) * own) * flat.itemsize
-            return call.give_out(out.reshape(data.shape))
+        if out is None and self._quick is not None:
+            total = self._quick.all_reduce(array, op)
+            if total is not None:
+                return total
+        call = self.begin("all_reduce")
+        return call.run(operations.all_reduce, array, op, out)
 
-    def reduce_scatter(self, array: Array, dim: int = 0, op: str = "sum") -> Array:
+    def reduce_scatter(
+        self,
+        array: Array,
+        dim: int = 0,
+        op: str = "sum",
+        *,
+        out: Array | None = None,
+    ) -> Array:
         """Return this rank's chunk of the members' arrays combined elementwise.
 
         `dim` is cut by the chunk rule: the first ``L % n`` members get one more.
@@ -76,29 +81,22 @@ class Collectives(Members):
         Raises
         ------
         ShapeError
-            If the array has no such dim.
+            If the array has no such dim, or `out` does not fit.
         UsageError
             As for `all_reduce`.
         """
-        with self._operation("reduce_scatter") as call:
-            data = call.take_in(array)
-            dim = _dim("reduce_scatter", data.shape, dim)
-            fold = fold_of(op, data.dtype, call.xp, "reduce_scatter")
-            link = call.link
-            if link is None:
-                return call.copy(array)
-            blocks = cut(data, dim, self.size)
-            mine = blocks[self.rank]
-            out = call.empty(mine.shape, data.dtype)
-            flats = [block.reshape(-1) for block in blocks]
-            algorithms.reduce_blocks(link, flats, out.reshape(-1), fold)
-            call.sent = data.nbytes - mine.nbytes
-            return call.give_out(out)
+        call = self.begin("reduce_scatter")
+        return call.run(operations.reduce_scatter, array, dim, op, out)
 
     # Moves
 
     def all_gather(
-        self, array: Array, dim: int = 0, sizes: Sequence[int] | None = None
+        self,
+        array: Array,
+        dim: int = 0,
+        sizes: Sequence[int] | None = None,
+        *,
+        out: Array | None = None,
     ) -> Array:
         """Return the members' arrays joined along `dim`, in member order.
 
@@ -108,23 +106,16 @@ class Collectives(Members):
             Of the same dtype on every member, and of the same shape but for `dim`.
         sizes
             Length of `dim` on each member; exchanged first if None.
+        out
+            For the result.
 
         Raises
         ------
         ShapeError
-            If the array has no such dim, or `sizes` does not fit it.
+            If the array has no such dim, or `sizes` or `out` does not fit it.
         """
-        with self._operation("all_gather") as call:
-            data = call.take_in(array)
-            dim = _dim("all_gather", data.shape, dim)
-            sizes = self._sizes(call, data.shape[dim], sizes)
-            if call.link is None:
-                return call.copy(array)
-            shapes = [_with(data.shape, dim, size) for size in sizes]
-            outgoing = [data.reshape(-1)] * self.size
-            out = join(call, outgoing, shapes, dim, data)
-            call.sent = (self.size - 1) * data.nbytes
-            return call.give_out(out)
+        call = self.begin("all_gather")
+        return call.run(operations.all_gather, array, dim, sizes, out)
 
     def all_to_all(
         self,
@@ -132,6 +123,8 @@ class Collectives(Members):
         split_dim: int,
         concat_dim: int,
         sizes: Sequence[int] | None = None,
+        *,
+        out: Array | None = None,
     ) -> Array:
         """Cut along one dim, send each member its chunk, join along another.
 
@@ -146,80 +139,57 @@ class Collectives(Members):
             Joined in member order.
         sizes
             Length of `concat_dim` on each member; exchanged first if None.
+        out
+            For the result.
 
         Raises
         ------
         ShapeError
-            If the array has no such dim, or `sizes` does not fit it.
+            If the array has no such dim, or `sizes` or `out` does not fit it.
         """
-        with self._operation("all_to_all") as call:
-            data = call.take_in(array)
-            split_dim = _dim("all_to_all", data.shape, split_dim)
-            concat_dim = _dim("all_to_all", data.shape, concat_dim)
-            sizes = self._sizes(call, data.shape[concat_dim], sizes)
-            if call.link is None:
-                return call.copy(array)
-            blocks = cut(data, split_dim, self.size)
-            mine = blocks[self.rank]
-            if split_dim == concat_dim:
-                own = [chunk(size, self.size, self.rank)[1] for size in sizes]
-            else:
-                own = list(sizes)
-            shapes = [_with(mine.shape, concat_dim, size) for size in own]
-            outgoing = [block.reshape(-1) for block in blocks]
-            out = join(call, outgoing, shapes, concat_dim, mine)
-            call.sent = data.nbytes - mine.nbytes
-            return call.give_out(out)
+        call = self.begin("all_to_all")
+        return call.run(operations.all_to_all, array, split_dim, concat_dim, sizes, out)
 
-    def broadcast(self, array: Array | None, root: int = 0) -> Array:
+    def broadcast(
+        self, array: Array | None, root: int = 0, *, out: Array | None = None
+    ) -> Array:
         """Return the root's array on every member; others' `array` is not looked at.
 
         Raises
         ------
         UsageError
             If there is no member `root`.
+        ShapeError
+            If `out` does not fit.
         """
-        self._member("broadcast", root)
-        with self._operation("broadcast") as call:
-            link = call.link
-            if link is None:
-                return call.copy(array)
-            data = call.take_in(array) if self.rank == root else None
-            head = None if data is None else (data.shape, data.dtype)
-            shape, dtype = spread_object(link, head, root)
-            out = call.empty(shape, dtype) if data is None else data
-            algorithms.spread(link, out.reshape(-1), root)
-            call.sent = len(algorithms.tree(link, root)[1]) * out.nbytes
-            return call.copy(array) if self.rank == root else call.give_out(out)
+        call = self.begin("broadcast", root)
+        return call.run(operations.broadcast, array, root, out)
 
-    def gather(self, array: Array, root: int = 0, dim: int = 0) -> Array | None:
+    def gather(
+        self, array: Array, root: int = 0, dim: int = 0, *, out: Array | None = None
+    ) -> Array | None:
         """Return the members' arrays joined along `dim` on the root, None elsewhere.
+
+        `out` is for the root's result.
 
         Raises
         ------
         ShapeError
-            If the array has no such dim.
+            If the array has no such dim, or `out` does not fit.
         UsageError
             If there is no member `root`.
         """
-        self._member("gather", root)
-        with self._operation("gather") as call:
-            data = call.take_in(array)
-            dim = _dim("gather", data.shape, dim)
-            link = call.link
-            if link is None:
-                return call.copy(array)
-            if self.rank != root:
-                call.sent = data.nbytes
-                send_array(link, data, root, FIRST)
-                return None
-            parts = [
-                data if member == root else receive_array(link, member, FIRST)
-                for member in range(self.size)
-            ]
-            return call.give_out(call.xp.concatenate(parts, dim))
+        call = self.begin("gather", root)
+        return call.run(operations.gather, array, root, dim, out)
 
-    def scatter(self, array: Array | None, root: int = 0, dim: int = 0) -> Array:
+    def scatter(
+        self,
+        array: Array | None,
+        root: int = 0,
+        dim: int = 0,
+        *,
+        out: Array | None = None,
+    ) -> Array:
         """Return this rank's chunk of the root's array; others' is not looked at.
 
         `dim` is cut by the chunk rule.
@@ -228,131 +198,64 @@ class Collectives(Members):
         ------
         ShapeError
             On the root, if the array has no such dim; the others notice that it left.
+            If `out` does not fit.
         UsageError
             If there is no member `root`.
         """
-        self._member("scatter", root)
-        with self._operation("scatter") as call:
-            link = call.link
-            if link is None:
-                return call.copy(array)
-            if self.rank != root:
-                return call.give_out(receive_array(link, root, FIRST))
-            data = call.take_in(array)
-            blocks = cut(data, _dim("scatter", data.shape, dim), self.size)
-            for member in link.others():
-                send_array(link, blocks[member], member, FIRST)
-            call.sent = data.nbytes - blocks[root].nbytes
-            return call.give_out(blocks[root].copy())
+        call = self.begin("scatter", root)
+        return call.run(operations.scatter, array, root, dim, out)
 
     def send(self, array: Array, to: int) -> None:
         """Send an array to member `to`, which calls `recv`. Collective over the two.
 
         It may wait for the receiver, whatever the array's size.
         """
-        self._peer("send", to)
-        with self._message("send", self.rank, to) as call:
-            assert call.link is not None
-            data = call.take_in(array)
-            call.sent = data.nbytes
-            send_array(call.link, data, to, MESSAGE)
+        self.begin_message("send", self.rank, to).run(operations.send, array, to)
 
-    def recv(self, source: int) -> Array:
+    def recv(self, source: int, *, out: Array | None = None) -> Array:
         """Return the next array that member `source` sends. Collective over the two."""
-        self._peer("recv", source)
-        with self._message("recv", source, self.rank) as call:
-            assert call.link is not None
-            return call.give_out(receive_array(call.link, source, MESSAGE))
+        call = self.begin_message("recv", source, self.rank)
+        return call.run(operations.recv, source, out)
 
     def barrier(self) -> None:
         """Return when every member has called it."""
-        with self._operation("barrier") as call:
-            if call.link is not None:
-                algorithms.meet(call.link)
+        self.begin("barrier").run(operations.barrier)
 
     # Python objects
 
     def broadcast_object(self, value: Any, root: int = 0) -> Any:
         """Return the root's small, picklable object on every member."""
-        self._member("broadcast_object", root)
-        with self._operation("broadcast_object") as call:
-            if call.link is None:
-                return value
-            received = spread_object(call.link, value, root)
-            return value if self.rank == root else received
+        call = self.begin("broadcast_object", root)
+        return call.run(operations.broadcast_object, value, root)
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """Return every member's small, picklable object, in member order."""
-        with self._operation("all_gather_object") as call:
-            link = call.link
-            if link is None:
-                return [value]
-            frame, body = objects.pack(value)
-            frames = [np.empty_like(frame) for _ in range(self.size)]
-            algorithms.exchange(link, [frame] * self.size, frames)
-            frames[self.rank] = frame
-            bodies = [objects.body_for(other) for other in frames]
-            algorithms.exchange(link, [body] * self.size, bodies)
-            bodies[self.rank] = body
-            call.sent = (self.size - 1) * (frame.nbytes + body.nbytes)
-            values = [objects.unpack(f, b) for f, b in zip(frames, bodies, strict=True)]
-            values[self.rank] = value
-            return values
+        call = self.begin("all_gather_object")
+        return call.run(operations.all_gather_object, value)
 
-    # Checks
+    # Calls
 
-    def _operation(self, kind: str) -> Call:
-        call = Call(self, self._open(kind), kind, self._sequence)
-        self._sequence += 1
-        return call
+    def begin(self, kind: str, root: int = 0) -> Call:
+        """Begin the next call; members make the same calls in the same order."""
+        channel = self._channel or self._open(kind)
+        if not 0 <= root < self.size:
+            raise UsageError(
+                f"{kind}: {self!r} has no member {root}; they are numbered from 0"
+            )
+        sequence = self.sequence
+        self.sequence = sequence + 1
+        return Call(self, channel, kind, sequence)
 
-    def _message(self, kind: str, source: int, to: int) -> Call:
+    def begin_message(self, kind: str, source: int, to: int) -> Call:
+        """Begin the next point-to-point call of two members."""
         channel = self._open(kind)
+        peer = to if source == self.rank else source
+        if not 0 <= peer < self.size:
+            raise UsageError(
+                f"{kind}: {self!r} has no member {peer}; they are numbered from 0"
+            )
+        if source == to:
+            raise UsageError(f"{kind}: member {peer} is this rank itself")
         number = self._messages.get((source, to), 0)
         self._messages[source, to] = number + 1
-        return Call(self, channel, kind, number)
-
-    def _sizes(
-        self, call: Call, length: int, sizes: Sequence[int] | None
-    ) -> Sequence[int]:
-        """Return every member's length of the dim that is joined."""
-        if sizes is None:
-            return _exchange_lengths(call, length)
-        if len(sizes) != self.size or sizes[self.rank] != length:
-            raise ShapeError(
-                f"{call.kind}: sizes {tuple(sizes)} must hold each of the {self.size} "
-                f"members' lengths, and this one's (member {self.rank}) is {length}"
-            )
-        return sizes
-
-    def _member(self, kind: str, member: int) -> None:
-        if not 0 <= member < self.size:
-            raise UsageError(
-                f"{kind}: {self!r} has no member {member}; they are numbered from 0"
-            )
-
-    def _peer(self, kind: str, member: int) -> None:
-        self._member(kind, member)
-        if member == self.rank:
-            raise UsageError(f"{kind}: member {member} is this rank itself")
-
-
-def _exchange_lengths(call: Call, length: int) -> list[int]:
-    link = call.link
-    if link is None:
-        return [length]
-    own = np.array([length], np.int64)
-    lengths = np.empty((link.size, 1), np.int64)
-    lengths[link.rank] = own
-    algorithms.exchange(link, [own] * link.size, list(lengths))
-    return [int(other) for other in lengths[:, 0]]
-
-
-def _dim(kind: str, shape: tuple[int, ...], dim: int) -> int:
-    if not 0 <= dim < len(shape):
-        raise ShapeError(f"{kind}: an array of shape {shape} has no dim {dim}")
-    return dim
-
-
-def _with(shape: tuple[int, ...], dim: int, size: int) -> tuple[int, ...]:
-    return (*shape[:dim], size, *shape[dim + 1 :])
+        return Call(self, channel, kind, number, (source, to))

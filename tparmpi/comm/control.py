@@ -7,16 +7,16 @@ it can give up on a member that will never answer.
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from mpi4py import MPI
 
+from tparmpi.comm import progress
 from tparmpi.errors import CommunicationError
 
 # How long a message may still be under way from a rank whose notice came first, and how
@@ -64,6 +64,12 @@ class Control:
         The other ranks that have ended, as far as known.
     own : Notice or None
         What this rank has said.
+    awaited : sequence of int
+        The ranks that this one was last seen to wait for.
+    listener : callable or None
+        Takes (rank, word) of each word that another rank tells this one.
+    services : list of callable
+        Called whenever this rank looks for notices.
     """
 
     def __init__(self, comm: MPI.Intracomm) -> None:
@@ -72,6 +78,9 @@ class Control:
         self.size: int = comm.size
         self.ended: dict[int, Notice] = {}
         self.own: Notice | None = None
+        self.awaited: Sequence[int] = ()
+        self.listener: Callable[[int, int], None] | None = None
+        self.services: list[Callable[[], None]] = []
         self._lock = threading.Lock()
         self._sends: list[MPI.Request] = []
         bound = comm.Get_attr(MPI.TAG_UB)
@@ -84,11 +93,18 @@ class Control:
                 return
             self.own = Notice(failed, code, digest, time.monotonic())
             message = np.array([failed, code, digest], np.int64)
-            self._sends = [
+            self._sends += [
                 self.comm.Isend([message, MPI.INT64_T], other, _NOTICE_TAG)
                 for other in range(self.size)
                 if other != self.rank
             ]
+
+    def tell(self, rank: int, word: int) -> None:
+        """Tell another rank's listener a word. Local."""
+        message = np.array([word], np.int64)
+        with self._lock:
+            request = self.comm.Isend([message, MPI.INT64_T], rank, self._tag_bound)
+            self._sends.append(request)
 
     def poll(self) -> None:
         """Take in the notices that have arrived. Local."""
@@ -99,12 +115,23 @@ class Control:
             while True:
                 message = self.comm.Improbe(MPI.ANY_SOURCE, _NOTICE_TAG, status)
                 if message is None:
-                    return
+                    break
                 received = np.empty(_FIELDS, np.int64)
                 message.Recv([received, MPI.INT64_T])
                 failed, code, digest = received.tolist()
                 notice = Notice(bool(failed), code, digest, time.monotonic())
                 self.ended[status.Get_source()] = notice
+            if self.listener is not None:
+                self._listen(self.listener)
+        for serve in self.services:
+            serve()
+
+    def _listen(self, listener: Callable[[int, int], None]) -> None:
+        status = MPI.Status()
+        word = np.empty(1, np.int64)
+        while message := self.comm.Improbe(MPI.ANY_SOURCE, self._tag_bound, status):
+            message.Recv([word, MPI.INT64_T])
+            listener(status.Get_source(), int(word[0]))
 
     def others_ended(self, seconds: float | None) -> bool:
         """Wait until all other ranks have ended, at most `seconds`; return whether.
@@ -151,6 +178,7 @@ class Control:
         CommunicationError
             If one of the `awaited` ranks has left, or should long have ended the job.
         """
+        self.awaited = awaited
         self.poll()
         now = time.monotonic()
         for rank in awaited:
@@ -174,6 +202,7 @@ class Control:
         """
         size, me = len(members), members.index(self.rank)
         name = zlib.crc32(np.array(members, np.int64).tobytes())
+        # Between the tag of the notices and that of the words.
         tag = 1 + name % (self._tag_bound - 1)
         token = np.zeros(1, np.uint8)
         heard = np.empty(1, np.uint8)
@@ -186,12 +215,6 @@ class Control:
             pending.add(self.comm.Isend([token, MPI.BYTE], target, tag), target)
             pending.wait(self, doing)
             distance *= 2
-
-
-_SPINS = 20
-_SPIN_SECONDS = 0.005
-_PAUSE_SECONDS = 0.0001
-_WATCH_SECONDS = 0.02
 
 
 class Pending:
@@ -208,51 +231,67 @@ class Pending:
         self.requests.append(request)
         self.ranks.append(rank)
 
+    def done(self, doing: str) -> bool:
+        """Move the messages on and say whether all are complete. Local.
+
+        Raises
+        ------
+        CommunicationError
+            If MPI refuses a message.
+        """
+        requests = self.requests
+        try:
+            # A test of any moves all of them, and costs less than one of all.
+            while requests:
+                if not requests[-1].Test():
+                    return False
+                requests.pop()
+                self.ranks.pop()
+        except MPI.Exception as error:
+            raise unfit(error, doing) from error
+        return True
+
     def wait(self, control: Control, doing: str) -> None:
         """Return when all messages are complete. Local.
 
-        Polls; after some misses it yields the core at each, later it sleeps between.
+        Polls, and moves all other operations of this rank on.
 
         Raises
         ------
         CommunicationError
             If a rank at the other end has left, or MPI refuses a message.
         """
-        if not self.requests:
-            return
-        try:
+        if not self.done(doing):
             self._poll(control, doing)
-        except MPI.Exception as error:
-            raise CommunicationError(
-                f"{doing}: a message does not fit ({_cause(error)}); all members must "
-                "make the same calls, with arrays of matching shapes and dtypes"
-            ) from error
-        self.requests.clear()
-        self.ranks.clear()
 
     def _poll(self, control: Control, doing: str) -> None:
-        requests = self.requests
-        all_done = MPI.Request.Testall
-        for _ in range(_SPINS):
-            if all_done(requests):
-                return
-        start = watched = time.perf_counter()
-        while not all_done(requests):
-            now = time.perf_counter()
-            if now - start < _SPIN_SECONDS:
-                os.sched_yield()
-                continue
-            if now - watched > _WATCH_SECONDS:
-                watched = now
-                control.check_awaited(self._awaited(), doing)
-            time.sleep(_PAUSE_SECONDS)
+        progress.wait(lambda: self.done(doing), lambda: self.watch(control, doing))
 
-    def _awaited(self) -> list[int]:
+    def watch(self, control: Control, doing: str) -> None:
+        """Refuse to wait for ranks that have ended. Local.
+
+        Raises
+        ------
+        CommunicationError
+            If a rank at the other end of a message has.
+        """
+        control.check_awaited(self.awaited(), doing)
+
+    def awaited(self) -> list[int]:
+        """World ranks at the other ends of the messages that are not complete."""
         return [
             rank
             for request, rank in zip(self.requests, self.ranks, strict=True)
             if not request.Test()
         ]
+
+
+def unfit(error: MPI.Exception, doing: str) -> CommunicationError:
+    """Return the error of a message that MPI refuses."""
+    return CommunicationError(
+        f"{doing}: a message does not fit ({_cause(error)}); all members must make the "
+        "same calls, with arrays of matching shapes and dtypes"
+    )
 
 
 def _cause(error: MPI.Exception) -> str:

@@ -20,7 +20,7 @@ import zlib
 from types import TracebackType
 from typing import TYPE_CHECKING, NoReturn
 
-from tparmpi.comm import exits
+from tparmpi.comm import exits, progress
 from tparmpi.comm.launcher import launched
 
 if TYPE_CHECKING:
@@ -32,6 +32,8 @@ ALIKE_SECONDS = 1.0
 SECOND_SECONDS = 4.0
 # How long MPI may take to start or to end the job before this process ends by force.
 FORCE_SECONDS = 4.0
+# How long an operation that nobody waited for may take to end when the rank leaves.
+LEAK_SECONDS = 1.0
 
 _INTERRUPTED = 130
 
@@ -110,7 +112,7 @@ def fail(text: str, *, code: int = 1, digest: int = 0, marked: bool = True) -> N
             abort(code)
         return
     everybody = len(alike) == control.size - 1
-    _print(text, control.rank if marked or not everybody else None)
+    say(text, control.rank if marked or not everybody else None)
     if not all_ended:
         abort(code)
 
@@ -133,7 +135,7 @@ def leave(code: int) -> int:
     control.announce(failed=False, code=code)
     if not control.others_ended(ALIKE_SECONDS if code else None):
         if code:
-            _print(f"exited with code {code} while other ranks go on", control.rank)
+            say(f"exited with code {code} while other ranks go on", control.rank)
         abort(code or 1)
     return control.agreed_code()
 
@@ -215,13 +217,21 @@ def _at_exit() -> None:
     if _installed_by != os.getpid():
         # A fork of a rank.
         return
+    from tparmpi.comm import watchdog
+
     code = exits.code()
+    leaked = progress.close(0.0 if code else LEAK_SECONDS)
+    if leaked and code == 0:
+        say(leaked, None if _world is None else _world.rank)
     if in_job():
         leave(code)
     if _world is None or _is_finalized():
         return
+    watchdog.stop(clean=_world.control.others_ended(0.0))
     if _world.control.all_well():
-        _world.close()
+        left_behind = _world.close()
+        if left_behind:
+            say(left_behind, _world.rank)
     if _finalizes:
         from mpi4py import MPI
 
@@ -235,7 +245,7 @@ def _fail_alone(text: str, code: int) -> NoReturn:
     if _world is None and rank:
         # If all fail alike, the first one's text is enough.
         time.sleep(ALIKE_SECONDS)
-    _print(text, rank)
+    say(text, rank)
     if _mpi_connects():
         abort(code)
     _kill()
@@ -244,7 +254,7 @@ def _fail_alone(text: str, code: int) -> NoReturn:
 def _kill(text: str = "") -> NoReturn:
     """End a job without MPI, where an ordinary exit leaves the others hanging."""
     if text:
-        _print(text, launched().rank)
+        say(text, launched().rank)
     _flush()
     time.sleep(0.05)
     os.kill(os.getpid(), signal.SIGKILL)
@@ -274,7 +284,7 @@ def refuse(text: str, code: int) -> int:
     Local; returns the agreed code if all ranks have ended.
     """
     if not in_job():
-        _print(text, None)
+        say(text, None)
         return code
     if _world is None and not _start_late():
         _fail_alone(text, code)
@@ -303,8 +313,8 @@ def _may_call_mpi() -> bool:
     return threading.current_thread() is threading.main_thread()
 
 
-def _print(text: str, rank: int | None) -> None:
-    """Print an error in one piece, each line marked with its rank."""
+def say(text: str, rank: int | None) -> None:
+    """Print lines on stderr in one piece, each marked with its rank. Local."""
     mark = "" if rank is None else f"[rank {rank}] "
     lines = "".join(f"{mark}{line}\n" for line in text.rstrip("\n").split("\n"))
     _flush()

@@ -32,7 +32,7 @@ def fold_of(op: str, dtype: np.dtype[Any], xp: Any, doing: str) -> Fold:
     if op not in OPERATIONS:
         raise UsageError(f"{doing}: op must be one of {OPERATIONS}, it is {op!r}")
     if op in ("max", "min"):
-        return _Plain(xp.maximum if op == "max" else xp.minimum)
+        return Plain(xp.maximum if op == "max" else xp.minimum)
     if op == "mean" and dtype.kind in "biu":
         raise UsageError(
             f"{doing}: the mean of {dtype.name} arrays is not {dtype.name}; cast them "
@@ -40,21 +40,21 @@ def fold_of(op: str, dtype: np.dtype[Any], xp: Any, doing: str) -> Fold:
         )
     wide = accumulation_dtype(dtype)
     if wide == dtype and op == "sum":
-        return _Plain(xp.add)
+        return Plain(xp.add)
     return _Wide(wide, mean=op == "mean")
 
 
-class _Plain:
+class Plain:
     """Folds with one ufunc in the arrays' own dtype."""
 
     def __init__(self, ufunc: Any) -> None:
-        self._ufunc = ufunc
+        self.ufunc = ufunc
 
     def __call__(self, parts: Sequence[Array], out: Array) -> None:
-        ufunc = self._ufunc
+        ufunc = self.ufunc
         ufunc(parts[0], parts[1], out=out)
-        for part in parts[2:]:
-            ufunc(out, part, out=out)
+        for member in range(2, len(parts)):
+            ufunc(out, parts[member], out=out)
 
 
 class _Wide:

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from time import perf_counter
 from types import FrameType
 from typing import TypeVar
 
@@ -48,7 +49,8 @@ class Record:
     bytes : int
         Payload bytes that this rank sent.
     seconds : float
-        Time from entering the call to leaving it.
+        Time from entering the call to leaving it; from the start of a non-blocking one
+        to the moment when this rank saw it complete.
     site : str
         ``file:line`` of the nearest caller outside the package.
     """
@@ -166,14 +168,25 @@ def ledger() -> Ledger:
     return Ledger()
 
 
-def record(kind: str, axis: str, sent: int, seconds: float) -> None:
-    """Enter a call of `sent` payload bytes in every open ledger. Local."""
-    entry = Record(kind, axis, current.operator, sent, seconds, _call_site())
-    for book in active:
-        book.records.append(entry)
+class Entry:
+    """A call that is under way while ledgers are open. Made when it begins."""
+
+    def __init__(self) -> None:
+        self._books = tuple(active)
+        self._operator = current.operator
+        self._site = call_site()
+        self._start = perf_counter()
+
+    def close(self, kind: str, axis: str, sent: int) -> None:
+        """Enter the call, of `sent` payload bytes, in the ledgers. Local."""
+        seconds = perf_counter() - self._start
+        entry = Record(kind, axis, self._operator, sent, seconds, self._site)
+        for book in self._books:
+            book.records.append(entry)
 
 
-def _call_site() -> str:
+def call_site() -> str:
+    """Return ``file:line`` of the nearest caller outside the package. Local."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith(_PACKAGE):
         frame = frame.f_back

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tparmpi.backend import get
+from tparmpi.comm import progress, ring
 from tparmpi.comm.device import Device
 from tparmpi.comm.place import Place
 from tparmpi.comm.settings import common_settings
@@ -15,10 +16,24 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
     from tparmpi.comm.channel import Channel
+    from tparmpi.comm.quick import Quick
+    from tparmpi.comm.tuning import Way
 
 
 class Members(Place):
-    """A place made of devices that share a channel."""
+    """A place made of devices that share a channel.
+
+    Attributes
+    ----------
+    ranks : tuple of int
+        World rank of each member.
+    checker : Checker or None
+        Compares what members call, where that is asked for.
+    number : int
+        Tells it from all groups of the same members, for the checker.
+    recorded_as : int
+        What stands for it in the record of this rank's calls.
+    """
 
     def __init__(self, devices: tuple[Device, ...]) -> None:
         from tparmpi.comm.runtime import world_state
@@ -36,19 +51,29 @@ class Members(Place):
         self.cache = {}
         self.is_closed = False
         self.label = "*".join(self.axes)
-        self._ranks = ranks
+        self.ranks = ranks
+        self.checker = self._world.checker
         self._channel: Channel | None = None
+        self._quick: Quick | None = None
         self._user_comm: MPI.Intracomm | None = None
-        self._sequence = 0
+        self.sequence = 0
         self._messages: dict[tuple[int, int], int] = {}
         if self.is_member:
             self._channel = self._world.channel(ranks)
             self.id = self._channel.take_id()
+            if self.checker is not None:
+                self.number = self.checker.number(ranks)
+            self.recorded_as = ring.recorder.text(repr(self))
+            transport = self._channel.transport
+            if transport is not None and self.checker is None:
+                from tparmpi.comm.quick import quick_for
+
+                self._quick = quick_for(self, self._channel)
 
     def __repr__(self) -> str:
         axes = ", ".join(f"{a}={n}" for a, n in zip(self.axes, self.shape, strict=True))
         kind = type(self).__name__.lower()
-        return f"<{kind} {axes} of ranks {describe(self._ranks)}>"
+        return f"<{kind} {axes} of ranks {describe(self.ranks)}>"
 
     @property
     def comm(self) -> MPI.Intracomm:
@@ -62,20 +87,31 @@ class Members(Place):
             self._world.user_comms.append(self._user_comm)
         return self._user_comm
 
+    def take_way(self, way: Way | None) -> None:
+        """Let sums of these members go another way. Collective over the members."""
+        channel = self._open("take_way")
+        if channel.way != way:
+            channel.way = way
+            if self._quick is not None:
+                self._quick.forget()
+
     def close(self) -> None:
         """Make the group unusable and free what it holds.
 
-        The last group of the same members frees their communicator. Closing twice, or
-        on a rank that is no member, does nothing.
+        Waits for its operations that are under way. The last group of the same members
+        frees their communicator. Closing twice, or on a rank that is no member, does
+        nothing.
         """
+        if progress.active:
+            progress.settle(self)
         channel = self._channel
         self.is_closed = True
         if channel is None:
             return
-        self._channel = None
+        self._channel = self._quick = None
         if self._user_comm is not None:
             self._world.user_comms.remove(self._user_comm)
-            self._user_comm.Free()
+            self._world.free(self._user_comm)
             self._user_comm = None
         channel.give_back_id(self.id)
         if channel.groups == 0:

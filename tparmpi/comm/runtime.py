@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from typing import TYPE_CHECKING, Any
 
-from tparmpi.comm import binding, failure
+from tparmpi.comm import binding, failure, progress, tuning
 from tparmpi.comm.launcher import launched
 from tparmpi.comm.settings import DeviceSettings
+from tparmpi.config import environment
 from tparmpi.errors import CommunicationError, GroupError, UsageError
 
 if TYPE_CHECKING:
@@ -64,6 +66,14 @@ def is_initialized() -> bool:
     return _world is not None
 
 
+def library() -> str:
+    """Return the name and version of the MPI library. Local, once MPI is loaded."""
+    from mpi4py import MPI
+
+    name, version = MPI.get_vendor()
+    return f"{name} {'.'.join(map(str, version))}"
+
+
 def world_state() -> World:
     """Return what is known of all ranks; local once `init` has run."""
     if _world is None:
@@ -116,7 +126,7 @@ def _start(comm: MPI.Intracomm | None, settings: DeviceSettings) -> World:
         raise CommunicationError(
             f"init: the launcher started {job.size} processes ({job.variable}), but "
             "MPI connects none of them; use the mpirun or srun of the MPI library that "
-            f"mpi4py uses: {MPI.Get_library_version().splitlines()[0].strip()}"
+            f"mpi4py uses: {library()}"
         )
     state = World(comm)
     failure.join(state, finalizes=starts_mpi)
@@ -139,14 +149,23 @@ def _import_mpi() -> Any:
 def _gather(state: World, bound: binding.Bound, settings: DeviceSettings) -> None:
     """Fill in the devices of all ranks, and their group. Collective over all ranks."""
     global _world
+    from tparmpi.comm import watchdog
     from tparmpi.comm.device import Device
     from tparmpi.comm.group import check_devices, make_group
 
     row = binding.describe(state.comm, bound)
     row["settings"] = settings
+    row["check"] = environment().check
+    if state.rank == 0:
+        row["ways"] = tuning.read(library())
+    row["token"] = os.urandom(4).hex()
+    row["processes"] = watchdog.visible_processes()
     table: list[dict[str, Any]] = state.comm.allgather(row)
     binding.limit_threads(table, state.rank)
+    progress.count_cores(binding.usable_cores(table, state.rank))
     binding.warn_of_sharing(table, state.rank)
+    binding.warn_of_staging(table, state.rank)
+    state.ways = table[0]["ways"]
     state.devices = tuple(
         Device(
             rank,
@@ -162,6 +181,10 @@ def _gather(state: World, bound: binding.Bound, settings: DeviceSettings) -> Non
         for rank, entry in enumerate(table)
     )
     _world = state
+    if state.size > 1:
+        watchdog.start(state, table, environment().watchdog)
+        if any(entry["check"] for entry in table):
+            state.check_calls()
     try:
         state.group = make_group(check_devices("world", state.devices), "group")
     except GroupError:

@@ -5,7 +5,8 @@ Fresh pages cost as much as moving the data: the system clears each at first tou
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
 
@@ -18,30 +19,48 @@ _ROUND_BYTES = 64 * 2**10
 
 
 class Scratch:
-    """Host memory to borrow for the length of a call."""
+    """Memory to borrow for the length of a call.
 
-    def __init__(self) -> None:
-        self._free: list[np.ndarray[Any, Any]] = []
+    Parameters
+    ----------
+    allocate : callable
+        Returns an uninitialised uint8 array of a number of bytes; of host memory if
+        not given.
+    """
 
-    def borrow(
-        self, shape: Sequence[int], dtype: np.dtype[Any]
-    ) -> np.ndarray[Any, np.dtype[Any]]:
+    def __init__(
+        self, allocate: Callable[[int], Any] = lambda n: np.empty(n, np.uint8)
+    ) -> None:
+        self._allocate = allocate
+        self._free: list[Any] = []
+        # The progress thread borrows too.
+        self._lock = threading.Lock()
+
+    def borrow(self, shape: Sequence[int], dtype: np.dtype[Any]) -> Any:
         """Return an uninitialised array; `give_back` it when nothing uses it. Local."""
         nbytes = prod(shape) * dtype.itemsize
-        fitting = [buffer for buffer in self._free if buffer.size >= nbytes]
-        if fitting:
-            buffer = min(fitting, key=len)
-            self._free = [other for other in self._free if other is not buffer]
-        else:
+        buffer = self._take(nbytes)
+        if buffer is None:
             rounded = -(-nbytes // _ROUND_BYTES) * _ROUND_BYTES
-            buffer = np.empty(rounded, np.uint8)
+            buffer = self._allocate(rounded)
         return buffer[:nbytes].view(dtype).reshape(shape)
 
-    def give_back(self, array: np.ndarray[Any, Any]) -> None:
+    def give_back(self, array: Any) -> None:
         """Take back a borrowed array, of which no message is under way. Local."""
         buffer = array
-        while isinstance(buffer.base, np.ndarray):
+        while buffer.base is not None:
             buffer = buffer.base
-        kept = sum(other.size for other in self._free)
-        if kept + buffer.size <= _KEPT_BYTES:
-            self._free.append(buffer)
+        with self._lock:
+            kept = sum(other.size for other in self._free)
+            if kept + buffer.size <= _KEPT_BYTES:
+                self._free.append(buffer)
+
+    def _take(self, nbytes: int) -> Any | None:
+        """Return the smallest buffer that is large enough; None if there is none."""
+        with self._lock:
+            fitting = [
+                (buffer.size, number)
+                for number, buffer in enumerate(self._free)
+                if buffer.size >= nbytes
+            ]
+            return self._free.pop(min(fitting)[1]) if fitting else None

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 from mpi4py import MPI
 
+from tparmpi.comm import tuning, watchdog
 from tparmpi.comm.channel import Channel
+from tparmpi.comm.check import Checker, communicator_meeting
 from tparmpi.comm.control import Control
 from tparmpi.comm.tags import describe
 from tparmpi.errors import GroupError
@@ -16,6 +18,7 @@ from tparmpi.errors import GroupError
 if TYPE_CHECKING:
     from tparmpi.comm.device import Device
     from tparmpi.comm.group import Group
+    from tparmpi.comm.tuning import Way
 
 
 class World:
@@ -36,6 +39,10 @@ class World:
         All of them; None where they cannot form a group.
     channels : dict
         The open channels by their members' world ranks, in the order they were made.
+    ways : tuple of Way
+        The tuning table.
+    checker : Checker or None
+        Compares what members call, where that is asked for.
     """
 
     def __init__(self, comm: MPI.Intracomm) -> None:
@@ -46,7 +53,21 @@ class World:
         self.devices: tuple[Device, ...] = ()
         self.group: Group | None = None
         self.channels: dict[tuple[int, ...], Channel] = {}
+        self.ways: tuple[Way, ...] = ()
         self.user_comms: list[MPI.Intracomm] = []
+        self.checker: Checker | None = None
+        # What is made here must be freed here; MPI has few communicators.
+        self._made = 0
+
+    def check_calls(self) -> None:
+        """Compare what members call from now on. Collective over all ranks."""
+        self.checker = Checker(self.comm.Dup(), self.control, watchdog.last_call)
+        self.control.services.append(self.checker.serve)
+
+    def way(self, members: tuple[int, ...]) -> Way | None:
+        """Return how the sums of `members` go, where that was measured. Local."""
+        hosts = {self.devices[rank].host for rank in members}
+        return tuning.choose(self.ways, len(members), len(hosts))
 
     def channel(self, members: tuple[int, ...]) -> Channel:
         """Return the channel of `members`. Collective over them where it is new."""
@@ -63,14 +84,15 @@ class World:
         GroupError
             If MPI has no more communicators.
         """
-        self.control.rendezvous(
-            members, f"making the group of ranks {describe(members)}"
-        )
+        doing = f"making the group of ranks {describe(members)}"
+        if self.checker is not None:
+            communicator_meeting(self.checker, members, doing).wait(self.control, doing)
+        self.control.rendezvous(members, doing)
         name = zlib.crc32(np.array(members, np.int64).tobytes())
         everybody = self.comm.Get_group()
         some = everybody.Incl(members)
         try:
-            return self.comm.Create_group(some, name % 32_768)
+            made = self.comm.Create_group(some, name % 32_768)
         except MPI.Exception as error:
             raise GroupError(
                 f"group: MPI cannot make a communicator of ranks {describe(members)}: "
@@ -79,14 +101,39 @@ class World:
         finally:
             some.Free()
             everybody.Free()
+        self._made += 1
+        return made
 
-    def close(self) -> None:
-        """Free every communicator. Collective over all ranks."""
+    def free(self, comm: MPI.Intracomm) -> None:
+        """Free what `communicator` made. Collective over its members."""
+        comm.Free()
+        self._made -= 1
+
+    def close(self) -> str:
+        """Free every communicator. Collective over all ranks.
+
+        Returns
+        -------
+        str
+            Lines for the user on what was left behind; empty if nothing was.
+        """
+        broken = sum(len(channel.in_flight) for channel in self.channels.values())
         for comm in self.user_comms:
-            comm.Free()
+            self.free(comm)
         for channel in self.channels.values():
             channel.free()
         self.user_comms.clear()
         self.channels.clear()
+        if self.checker is not None:
+            self.checker.comm.Free()
         self.comm.Free()
         self.control.comm.Free()
+        lines = []
+        if broken:
+            lines.append(
+                f"{broken} calls ended with an error while messages were under way; "
+                "those were given up"
+            )
+        if self._made:
+            lines.append(f"{self._made} communicators were never freed")
+        return "\n".join(lines)

@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeVar, cast
 
 import numpy as np
 
-from tparmpi.comm import agree, world
+from tparmpi.comm import agree, long_work, world
 from tparmpi.errors import CheckpointError
 from tparmpi.io import format as fmt
 from tparmpi.io import publish
@@ -349,7 +349,8 @@ def _on_rank_zero(what: str, work: Callable[[], Result]) -> Result:
     cause: Exception | None = None
     if everyone.rank == 0:
         try:
-            result = work()
+            with long_work(what):
+                result = work()
         except (CheckpointError, *HDF5_ERRORS) as error:
             problem, cause = _sentence(what, error), error
     result, problem = everyone.broadcast_object((result, problem))
@@ -391,7 +392,8 @@ def _write_shards(
     try:
         if shards:
             path = temp / fmt.data_name(save_id, everyone.rank)
-            own = write_data_file(path, save_id, shards)
+            with long_work(what):
+                own = write_data_file(path, save_id, shards)
     except (CheckpointError, *HDF5_ERRORS) as error:
         problem = CheckpointError(f"rank {everyone.rank}: {_sentence(what, error)}")
     agree(problem)
@@ -432,7 +434,7 @@ def _read_blocks(
     arrays: dict[str, np.ndarray] = {}
     problem: CheckpointError | None = None
     try:
-        with BlockReader(path, index) as reader:
+        with long_work(f"load {path}"), BlockReader(path, index) as reader:
             for name in names:
                 tensor = named[name]
                 if not tensor.is_shell:

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from tparmpi.comm import world
+from tparmpi.comm import long_work, world
 from tparmpi.errors import DataError, counted
 from tparmpi.io.text_files import Bytes, joined, place_of
 
@@ -280,7 +280,8 @@ def _read_on_rank_zero(source: str | Path) -> tuple[Bytes, int]:
     problem: str | None = None
     if everyone.rank == 0:
         try:
-            text, size = joined(source)
+            with long_work(f"read {source}"):
+                text, size = joined(source)
         except DataError as error:
             problem = str(error)
     problem, size = everyone.broadcast_object((problem, size))

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from tparmpi.backend import MetaArray
+from tparmpi.comm import progress
 from tparmpi.comm.ledger import current
 from tparmpi.errors import ImplicitGatherWarning, ShardingError
 from tparmpi.tensors.contract import check_forward
@@ -60,6 +61,8 @@ def apply(
 def _run(
     operator: Operator, plan: Plan, operands: Sequence[Tensor], scalars: dict[str, Any]
 ) -> Any:
+    if progress.active:
+        progress.poll()
     current.operator = operator.name
     arrays = [operand.array for operand in operands]
     if plan.moves:

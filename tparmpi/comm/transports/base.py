@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 if TYPE_CHECKING:
-    from tparmpi.comm.control import Pending
+    from tparmpi.comm.control import Control, Pending
+    from tparmpi.comm.transports.streams import Turn
 
 Array = Any
 
@@ -26,6 +27,8 @@ class Transport(ABC):
         As in the table that `init` gathers.
     rank, size : int
         This rank's place among the members, and their number.
+    control : Control
+        Says which ranks have ended.
     xp : module
         The array module of working arrays.
     """
@@ -33,7 +36,16 @@ class Transport(ABC):
     name: str
     rank: int
     size: int
+    control: Control
     xp: Any
+
+    def turn(self) -> Turn | None:
+        """Return the order of a call's work among the caller's streams. Local.
+
+        None where there are no streams. The other methods are called within it, but
+        for those of messages, which are looked at from anywhere.
+        """
+        return None
 
     @abstractmethod
     def take_in(self, array: Array) -> Array:
@@ -48,7 +60,10 @@ class Transport(ABC):
 
     @abstractmethod
     def empty(self, shape: Sequence[int], dtype: np.dtype[Any]) -> Array:
-        """Return an uninitialised working array. Local."""
+        """Return an uninitialised working array for the call's own use. Local.
+
+        `Turn.empty` makes those that the caller gets.
+        """
 
     @abstractmethod
     def borrow(self, shape: Sequence[int], dtype: np.dtype[Any]) -> Array:
@@ -60,21 +75,25 @@ class Transport(ABC):
 
     @abstractmethod
     def pending(self) -> Pending:
-        """Return an empty set of messages under way. Local."""
+        """Return an empty set of messages under way. Local.
+
+        Its `Pending.done` completes them: what is to follow a message, such as a copy
+        to where the array is, is done there.
+        """
 
     @abstractmethod
     def start_send(self, pending: Pending, flat: Array, member: int, tag: int) -> None:
         """Start to send a one-dim working array, which must stay as it is. Local.
 
-        An array without elements sends nothing.
+        What work given to streams before still writes there is sent as well. An array
+        without elements sends nothing. One in host memory can be sent by any transport.
         """
 
     @abstractmethod
     def start_receive(
         self, pending: Pending, flat: Array, member: int, tag: int
     ) -> None:
-        """Start to receive into a one-dim working array. Local."""
+        """Start to receive into a one-dim working array. Local.
 
-    @abstractmethod
-    def wait(self, pending: Pending, doing: str) -> None:
-        """Return when all messages of `pending` are complete. Local."""
+        What work given to streams before still reads there is not yet overwritten.
+        """

@@ -9,6 +9,7 @@ import numpy as np
 from mpi4py import MPI
 
 from tparmpi.comm.control import Control, Pending
+from tparmpi.comm.lent import Lender
 from tparmpi.comm.scratch import Scratch
 from tparmpi.comm.transports.base import Array, Transport
 
@@ -17,6 +18,7 @@ from tparmpi.comm.transports.base import Array, Transport
 MESSAGE_BYTES = 2**30
 
 _scratch = Scratch()
+_results = Lender()
 
 # MPI gets at the memory of these kinds directly; others (bfloat16) hide it.
 _PLAIN_KINDS = frozenset("biufc")
@@ -44,7 +46,7 @@ class HostTransport(Transport):
         self.rank = comm.rank
         self.size = comm.size
         self._members = members
-        self._control = control
+        self.control = control
         self._isend = comm.Isend
         self._irecv = comm.Irecv
 
@@ -61,7 +63,7 @@ class HostTransport(Transport):
         return array if place.kind == "cpu" else place.backend.from_host(array)
 
     def empty(self, shape: Sequence[int], dtype: np.dtype[Any]) -> Array:
-        return np.empty(shape, dtype)
+        return _results.empty(shape, dtype)
 
     def borrow(self, shape: Sequence[int], dtype: np.dtype[Any]) -> Array:
         return _scratch.borrow(shape, dtype)
@@ -83,9 +85,6 @@ class HostTransport(Transport):
         for piece in _messages(flat):
             pending.requests.append(self._irecv(piece, member, tag))
             pending.ranks.append(self._members[member])
-
-    def wait(self, pending: Pending, doing: str) -> None:
-        pending.wait(self._control, doing)
 
 
 def _messages(flat: Array) -> list[tuple[Array, int, MPI.Datatype]]:

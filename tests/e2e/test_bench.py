@@ -1,0 +1,141 @@
+"""`tparmpi bench collectives` on two ranks, and what handles leave behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.launch import Finished, mpirun, run, tparmpi
+
+LIMIT = 60.0
+QUICK = ("--seconds=0.01", "--sizes=8,1K", "--calls=all_reduce,barrier")
+
+
+def bench(folder: Path, *arguments: str, table: str = "0") -> Finished:
+    command = tparmpi(2, "bench", "collectives", *arguments)
+    env = {**os.environ, "TPARMPI_TUNING": table}
+    return run(command, cwd=folder, limit=LIMIT, env=env)
+
+
+def report(job: Finished) -> dict:
+    assert job.code == 0, job.err
+    (line,) = job.out.splitlines()
+    return json.loads(line)
+
+
+def test_json_and_table(tmp_path):
+    found = report(bench(tmp_path, *QUICK, "--json"))
+    assert [(row["call"], row["bytes"]) for row in found["calls"]] == [
+        ("all_reduce", 8),
+        ("all_reduce", 1024),
+        ("barrier", 0),
+    ]
+    for row in found["calls"]:
+        assert row["ratio"] == pytest.approx(row["raw_us"] / row["us"], rel=0.05)
+    assert found["ledger"]["off_us"] < 0.2
+    assert found["overlap"]["wait_ms"] >= 0
+    assert found["check"]["on_us"] > 0
+    shown = bench(tmp_path, *QUICK, "--only-calls")
+    assert shown.code == 0
+    assert "all_reduce" in shown.out
+    assert "overlap" not in shown.out
+
+
+def test_a_table_is_written_and_read(tmp_path):
+    table = tmp_path / "table.json"
+    tune = ("--tune", "--seconds=0.002", "--largest=1K", "--json")
+    found = report(bench(tmp_path, *tune, table=str(table)))
+    assert found["table"] == str(table)
+    (way,) = found["ways"]
+    assert json.loads(table.read_text())[found["library"]] == [way]
+    program = (
+        "import numpy as np, tparmpi as tpm\n"
+        "group = tpm.world()\n"
+        "total = group.all_reduce(np.array(group._channel.way.whole_bytes))\n"
+        "if group.rank == 0:\n"
+        "    print(total)\n"
+    )
+    (tmp_path / "program.py").write_text(program)
+    env = {**os.environ, "TPARMPI_TUNING": str(table)}
+    command = [*mpirun(2), sys.executable, "program.py"]
+    job = run(command, cwd=tmp_path, limit=LIMIT, env=env)
+    assert job.out.split() == [str(2 * way["whole_bytes"])], job.err
+
+
+def test_a_peer_is_measured(tmp_path):
+    peer = tmp_path / "peer.py"
+    peer.write_text(
+        "import json, os, sys\n"
+        "assert os.environ['WORLD_SIZE'] == '2' and 'PMI_RANK' not in os.environ\n"
+        "if os.environ['RANK'] == '0':\n"
+        "    print(json.dumps({'name': 'slow', 'us': [1e6 for _ in sys.argv[1:]]}))\n"
+    )
+    peers = f"--peers={sys.executable} {peer}"
+    found = report(bench(tmp_path, *QUICK, "--only-calls", peers, "--json"))
+    assert found["peers"]["name"] == "slow"
+    assert [call["bytes"] for call in found["peers"]["calls"]] == [8, 1024]
+    assert all(call["ratio"] > 1 for call in found["peers"]["calls"])
+    peer.write_text("raise SystemExit('no such library')")
+    job = bench(tmp_path, *QUICK, "--only-calls", peers)
+    assert job.code == 1
+    assert "no such library" in job.err
+
+
+@pytest.mark.parametrize(
+    ("argument", "words"),
+    [
+        ("--sizes=8,2.5M", "no number of bytes"),
+        ("--calls=all_reduced", "there is no call 'all_reduced'"),
+        ("--seconds=0", "must be positive"),
+    ],
+)
+def test_wrong_usage(tmp_path, argument, words):
+    job = bench(tmp_path, argument)
+    assert job.code == 2
+    assert job.err.count(words) == 1
+    assert "Traceback" not in job.err
+
+
+def test_handles_that_nobody_waited_for_are_reported(tmp_path):
+    program = (
+        "import numpy as np, tparmpi as tpm\n"
+        "group = tpm.world()\n"
+        "group.start.all_reduce(np.arange(3.0))\n"
+        "if group.rank == 0:\n"
+        "    group.start.recv(1)\n"
+        "group.start.barrier().wait()\n"
+    )
+    (tmp_path / "program.py").write_text(program)
+    command = [*mpirun(2), sys.executable, "program.py"]
+    job = run(command, cwd=tmp_path, limit=LIMIT)
+    assert job.code == 0
+    assert "[rank 0] operations started and never waited for: 2 (1 still under" in (
+        job.err
+    )
+    assert "[rank 1] operations started and never waited for: 1 (0 still under" in (
+        job.err
+    )
+    assert "all_reduce on <group" in job.err
+    assert "program.py:3" in job.err
+    assert "program.py:5" in job.err
+    assert "barrier" not in job.err
+
+
+def test_asking_a_member_that_left_ends(tmp_path):
+    program = (
+        "import tparmpi as tpm\n"
+        "group = tpm.world()\n"
+        "if group.rank == 0:\n"
+        "    handle = group.start.recv(1)\n"
+        "    while not handle.done():\n"
+        "        pass\n"
+    )
+    (tmp_path / "program.py").write_text(program)
+    command = [*mpirun(2), sys.executable, "program.py"]
+    job = run(command, cwd=tmp_path, limit=LIMIT)
+    assert job.code != 0
+    assert "recv: rank 1 has left the program" in job.err

@@ -1,0 +1,73 @@
+"""Tensors on groups of every transport: the same numbers, no host array in between."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+import tparmpi as tpm
+from tests import ways
+from tests.ways import Way
+
+pytestmark = pytest.mark.mpi(min_size=4)
+
+# Other members' sums are folded in another order than NumPy's.
+TOLERANCE = 1e-13
+
+
+@pytest.fixture(params=ways.NAMES)
+def way(request, monkeypatch) -> Iterator[Way]:
+    made = Way(request.param, monkeypatch)
+    yield made
+    made.check()
+    made.close()
+
+
+def values(*shape: int, seed: int = 0) -> np.ndarray:
+    """Distinct numbers of order one."""
+    return np.sin(np.arange(1, np.prod(shape) + 1) * 1.7 + seed).reshape(shape)
+
+
+def test_every_move_between_layouts(way):
+    trio = way.group([1, 0, 2])
+    if not trio.is_member:
+        return
+    whole = values(7, 4)
+    replicated = tpm.tensor(way.put(whole), trio)
+    pending = tpm.from_local(way.put(whole), trio, tpm.Partial(), shape=(7, 4))
+    rows = replicated.with_sharding(tpm.Shard(0))
+    columns = rows.with_sharding(tpm.Shard(1))
+    for tensor in (replicated, rows, columns, rows.with_sharding(tpm.Replicate())):
+        assert np.array_equal(tensor.numpy(), whole)
+    total = whole + whole + whole
+    for tensor in (pending, pending.with_sharding(tpm.Shard(1))):
+        assert np.array_equal(tensor.numpy(), total)
+
+
+def test_a_layer_and_its_gradients(way):
+    """Columns, then rows, as a tensor-parallel layer has them."""
+    trio = way.group([2, 0, 1])
+    if not trio.is_member:
+        return
+    x, first, second = values(5, 3), values(3, 8, seed=1), values(8, 2, seed=2)
+    place = trio.autodiff()
+    w = tpm.tensor(way.put(first), place).with_sharding(tpm.Shard(1)).require_grad()
+    v = tpm.tensor(way.put(second), place).with_sharding(tpm.Shard(0)).require_grad()
+    with tpm.ledger() as led:
+        y = (tpm.tensor(way.put(x), place) @ w).gelu() @ v
+        loss = y.with_sharding(tpm.Replicate()).sum()
+        loss.backward()
+    assert led.count("all_reduce") == led.count() == 1
+    h = x @ first
+    inner = np.tanh(np.sqrt(2 / np.pi) * (h + 0.044715 * h**3))
+    slope = np.sqrt(2 / np.pi) * (1 + 3 * 0.044715 * h**2) * (1 - inner**2)
+    active, ones = h / 2 * (1 + inner), np.ones((5, 2))
+    back = ones @ second.T * ((1 + inner) / 2 + h / 2 * slope)
+    for got, wanted in [
+        (y, active @ second),
+        (w.grad, x.T @ back),
+        (v.grad, active.T @ ones),
+    ]:
+        assert np.allclose(got.numpy(), wanted, rtol=0, atol=TOLERANCE)
