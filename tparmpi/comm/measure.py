@@ -267,16 +267,8 @@ def ledger_cost(group: Group, seconds: float) -> dict[str, float]:
         ``off_us``: of the test that each call makes while none is open;
         ``on_us``: added to an 8-byte ``all_reduce`` by an open one.
     """
-    number = 100_000
-    start = time.perf_counter()
-    for _ in range(number):
-        pass
-    bare = time.perf_counter() - start
-    start = time.perf_counter()
-    for _ in range(number):
-        if active:
-            raise AssertionError
-    off = time.perf_counter() - start - bare
+    bare = min(_looped(_nothing) for _ in range(_LEAST_ROUNDS))
+    off = min(_looped(_look) for _ in range(_LEAST_ROUNDS)) - bare
     own = np.ones(2, np.float32)
 
     def counted() -> None:
@@ -287,9 +279,28 @@ def ledger_cost(group: Group, seconds: float) -> dict[str, float]:
         group.comm, {"off": lambda: group.all_reduce(own), "on": counted}, seconds
     )
     return {
-        "off_us": max(0.0, off / number * 1e6),
+        "off_us": max(0.0, off * 1e6),
         "on_us": times["on"][0] - times["off"][0],
     }
+
+
+def _looped(loop: Callable[[int], None]) -> float:
+    """Return the seconds of one round of a loop."""
+    number = 20_000
+    start = time.perf_counter()
+    loop(number)
+    return (time.perf_counter() - start) / number
+
+
+def _nothing(number: int) -> None:
+    for _ in range(number):
+        pass
+
+
+def _look(number: int) -> None:
+    for _ in range(number):
+        if active:
+            pass
 
 
 def check_cost(group: Group, seconds: float) -> dict[str, float]:

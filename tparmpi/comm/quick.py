@@ -24,17 +24,20 @@ if TYPE_CHECKING:
     from tparmpi.comm.algorithms import Fold
     from tparmpi.comm.channel import Channel
     from tparmpi.comm.members import Members
+    from tparmpi.comm.transports.base import Transport
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
 # Above this, the long way costs nothing that shows.
-_BYTES = 96 * 1024
+_BYTES = 1024 * 1024
 _SPINS = 20
 _KIND = "all_reduce"
 # Frames from the record of the call up to the user's.
 _DEPTH = 3
-# Kinds of arrays with memory of their own to receive into, at a time.
-_ROOMS = 32
+# Memory that is kept to receive into, in bytes, at most; it is warm.
+_KEPT_BYTES = 8 * 2**20
+# Above this, results come from memory that is used again.
+_LENT_BYTES = 64 * 1024
 
 
 class Quick:
@@ -145,27 +148,38 @@ class Quick:
         except UsageError:
             # The long way says why.
             return None
-        if len(self._rooms) >= _ROOMS:
+        nbytes = array.nbytes * self._size
+        if nbytes > _KEPT_BYTES:
+            return None
+        kept = sum(room.nbytes for room in self._rooms.values()) * self._size
+        if kept + nbytes > _KEPT_BYTES:
             self._rooms.clear()
-        return _Room(array, self._size, folder)
+        transport = self._channel.transport
+        assert transport is not None
+        return _Room(array, self._size, folder, transport)
 
 
 class _Room:
     """Where the members' arrays of one kind are received, and how they are folded."""
 
-    def __init__(self, array: Array, size: int, folder: Fold) -> None:
+    def __init__(
+        self, array: Array, size: int, folder: Fold, transport: Transport
+    ) -> None:
         self.nbytes = array.nbytes
+        self._transport = transport
         self.parts: list[Any] = [np.empty_like(array) for _ in range(size)]
         self.specs = [(part, self.nbytes, MPI.BYTE) for part in self.parts]
         self._folder = folder
         # Without dims, a ufunc without `out` returns a scalar.
-        self._ufunc = folder.ufunc if isinstance(folder, Plain) and array.ndim else None
+        self._ufunc = None
+        if isinstance(folder, Plain) and array.ndim and array.nbytes <= _LENT_BYTES:
+            self._ufunc = folder.ufunc
 
     def fold(self, parts: list[Array]) -> Array:
         """Return the left fold of the members' arrays."""
         ufunc = self._ufunc
         if ufunc is None:
-            total = np.empty_like(parts[0])
+            total: Array = self._transport.empty(parts[0].shape, parts[0].dtype)
             self._folder(parts, total)
             return total
         out: Array = ufunc(parts[0], parts[1])
