@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from tparmpi.comm import objects, tags
+from tparmpi.comm import failure, objects, tags
 from tparmpi.comm.ledger import Ledger, Record
 from tparmpi.comm.settings import DeviceSettings
 from tparmpi.errors import UsageError
@@ -107,3 +107,18 @@ def test_the_ledgers_table():
         ["send", "pp", "-", "1", "8", "0.125000", "user.py:1"],
     ]
     assert led.seconds("all_reduce") == 0.75
+
+
+@pytest.mark.parametrize("error", [OSError("full"), ValueError("closed")])
+def test_what_cannot_be_said_stops_nobody(monkeypatch, error):
+    """A rank whose stderr is full or closed must still end its job."""
+
+    class Unwritable:
+        def write(self, text: str) -> int:
+            raise error
+
+        def flush(self) -> None:
+            raise error
+
+    monkeypatch.setattr(sys, "stderr", Unwritable())
+    failure.say("wrong value", 1)

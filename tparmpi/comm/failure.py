@@ -9,6 +9,7 @@ leaves: whoever waits for it then raises, and that ends the job.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import faulthandler
 import os
 import signal
@@ -314,17 +315,22 @@ def _may_call_mpi() -> bool:
 
 
 def say(text: str, rank: int | None) -> None:
-    """Print lines on stderr in one piece, each marked with its rank. Local."""
+    """Print lines on stderr in one piece, each marked with its rank. Local.
+
+    What cannot be written is lost: the job must end all the same.
+    """
     mark = "" if rank is None else f"[rank {rank}] "
     lines = "".join(f"{mark}{line}\n" for line in text.rstrip("\n").split("\n"))
     _flush()
     stream = sys.stderr or sys.__stderr__
     if stream is not None:
-        stream.write(lines)
-        stream.flush()
+        with contextlib.suppress(OSError, ValueError):
+            stream.write(lines)
+            stream.flush()
 
 
 def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
-        if stream is not None and not stream.closed:
-            stream.flush()
+        if stream is not None:
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
