@@ -112,7 +112,7 @@ def test_the_written_file_gives_the_same_configuration():
         ),
         ({"settings": [f"train.steps={10**18}"]}, ["train.steps must be at most 999"]),
         (
-            {"settings": [f"train.steps={2**32}", f"train.batch_size={2**31}"]},
+            {"settings": [f"train.steps={2**32}", f"train.batch_size={2**32}"]},
             ["train.steps (4294967296) times train.batch_size", "at most 9223"],
         ),
         (

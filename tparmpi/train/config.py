@@ -149,7 +149,9 @@ class TrainSection:
     steps: int = _key(
         2000, "optimizer steps in all", at_least=1, at_most=10**18 - 1, resume=FREE
     )
-    batch_size: int = _key(16, "samples in each global batch", at_least=1)
+    batch_size: int = _key(
+        16, "samples in each global batch", at_least=1, at_most=2**40
+    )
     lr: float = _key(2e-3, "peak learning rate", above=0.0)
     lr_schedule: str = _key(
         "cosine",

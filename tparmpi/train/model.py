@@ -55,8 +55,8 @@ def memory_for(model: Module, copies: int, what: str) -> Iterator[None]:
     refusal = DeviceError(
         f"not enough memory: {what} takes {needed:,} bytes on each rank, and its "
         "activations come on top; make the model (model.d_model, model.n_layer, "
-        "model.vocab_size) or train.batch_size smaller, or start more ranks and split "
-        "over them (--tp)"
+        "model.vocab_size, model.seq_len) or train.batch_size smaller, or start more "
+        "ranks and split over them (--tp)"
     )
     kinds = {parameter.spec.place.kind for parameter in parameters}
     # No device has more than its address space, and a CPU not more than the machine.
