@@ -23,8 +23,8 @@ print(json.dumps([seconds, sorted(sys.modules)]))
 def fresh_import() -> tuple[float, set[str]]:
     """Import the package in a new Python; return its seconds and modules.
 
-    The lower of the clock's seconds, which other processes disturb, and the processor's,
-    which include the starting of NumPy's threads.
+    The lower of the clock's seconds, which other processes disturb, and of the
+    processor's, which include the starting of NumPy's threads.
     """
     output = subprocess.run(
         [sys.executable, "-c", PROBE],
