@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 import sysconfig
-import time
 from pathlib import Path
 
 import pytest
@@ -102,9 +101,6 @@ def test_cpu_job_saves_is_requeued_and_resumes_on_fewer_ranks(
             f"step-{saved:08}"
         ]
 
-        # slurmd tells a start from the kill before it by whole seconds, and refuses to
-        # launch a job again within the second of its requeue.
-        time.sleep(2.5)
         config.write_text(CONFIG.format(steps=saved + 20))
         cluster.command(
             "scontrol",
