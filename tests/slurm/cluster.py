@@ -24,6 +24,8 @@ PROGRAMS = (
     "srun",
 )
 NODES = ("n1", "n2")
+# What slurm/cpu.sbatch sets too: UCX addresses do not always fit into pmi2's messages.
+SRUN_ENVIRONMENT = {"MPIR_CVAR_CH4_NETMOD": "ofi"}
 CPUS_PER_NODE = 2
 
 SLURM_CONF = """

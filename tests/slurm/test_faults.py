@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.slurm.cluster import Cluster
+from tests.slurm.cluster import SRUN_ENVIRONMENT, Cluster
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(280)]
 
@@ -34,17 +34,26 @@ def srun(cluster: Cluster, folder: Path, body: str, **env: str) -> tuple[int, st
     """Exit code and output of four ranks on two nodes."""
     (folder / "program.py").write_text(HEAD + body)
     began = time.monotonic()
-    done = subprocess.run(
-        ["srun", "--mpi=pmi2", "-N2", "-n4", sys.executable, "program.py"],
-        cwd=folder,
-        env=cluster.environment | {"TPARMPI_DEVICE": "cpu"} | env,
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
+    log = folder / "log"
+    with open(log, "wb") as output:
+        try:
+            code = subprocess.run(
+                ["srun", "--mpi=pmi2", "-N2", "-n4", sys.executable, "program.py"],
+                cwd=folder,
+                env=cluster.environment
+                | SRUN_ENVIRONMENT
+                | {"TPARMPI_DEVICE": "cpu"}
+                | env,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                timeout=100,
+                check=False,
+            ).returncode
+        finally:
+            # Shown by pytest where the test fails.
+            print(log.read_text(errors="replace"))
     assert time.monotonic() - began < SECONDS
-    return done.returncode, done.stdout + done.stderr
+    return code, log.read_text()
 
 
 FAULTS = {

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.slurm.cluster import Cluster, wait_until
+from tests.slurm.cluster import SRUN_ENVIRONMENT, Cluster, wait_until
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(280)]
 
@@ -54,8 +54,16 @@ def recorded_steps(run: Path) -> list[int]:
 
 
 def test_ranks_meet_over_two_nodes(cluster: Cluster) -> None:
+    export = ",".join(["ALL", *(f"{k}={v}" for k, v in SRUN_ENVIRONMENT.items())])
     output = cluster.command(
-        "srun", "--mpi=pmi2", "-N2", "-n4", sys.executable, "-c", RANKS
+        "srun",
+        "--mpi=pmi2",
+        "-N2",
+        "-n4",
+        f"--export={export}",
+        sys.executable,
+        "-c",
+        RANKS,
     )
     rows = sorted(line.split() for line in output.splitlines())
     assert rows == [
