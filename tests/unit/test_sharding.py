@@ -175,10 +175,16 @@ def test_rules_broadcast_as_numpy():
 def test_composite_dims_split_their_leading_factor_only():
     rule = bind("b(hd)->bhd", [(2, 12)], "reshape", {"h": 4})
     assert rule.sizes["d"] == 3
-    assert rule.shardable("h", 2) and not rule.shardable("h", 3)
-    assert not rule.shardable("d", 3)
+    assert rule.shardable("h", [2]) and not rule.shardable("h", [3])
+    assert not rule.shardable("d", [3])
     alone = bind("b(hd)->bhd", [(2, 5)], "reshape", {"h": 5})
-    assert alone.shardable("h", 3)
+    assert alone.shardable("h", [3])
+
+
+def test_moved_dims_have_a_size_in_each_operand_and_output():
+    rule = bind("<d>e,<d>e-><d>e,<d>e", [(5, 2), (3, 2)], "concat", {"d": (6, 2)})
+    assert rule.output_shapes == ((6, 2), (2, 2))
+    assert rule.shardable("d", [2]) and not rule.shardable("d", [2, 2])
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
-from math import prod
 
 from tparmpi.errors import ShardingError
 from tparmpi.sharding.placements import (
@@ -24,7 +23,7 @@ from tparmpi.sharding.placements import (
     Shard,
 )
 from tparmpi.sharding.routes import Route, find_route
-from tparmpi.sharding.rules import COMBINE, Rule
+from tparmpi.sharding.rules import COMBINE, MOVED, Rule
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,12 +182,12 @@ def _try(
 ) -> _Trial | None:
     factors = {c.factor for c in candidates if c.kind == "factor"}
     for factor in factors:
-        parts = prod(
+        over = [
             size
             for c, size in zip(candidates, axis_sizes, strict=True)
             if c.factor == factor
-        )
-        if not rule.shardable(factor, parts):
+        ]
+        if not rule.shardable(factor, over):
             return None
     layouts = tuple(
         tuple(_operand_placement(rule, number, c) for c in candidates)
@@ -248,7 +247,8 @@ def _output_placement(
     dim = rule.leading_dim(dims, candidate.factor)
     if dim is not None:
         return Shard(dim)
-    return REPLICATE if rule.kinds[candidate.factor] == COMBINE else PARTIAL
+    combines = rule.kinds[candidate.factor] in (COMBINE, MOVED)
+    return REPLICATE if combines else PARTIAL
 
 
 def _gradient_placement(rule: Rule, number: int, candidate: Candidate) -> Placement:

@@ -7,6 +7,8 @@ A rule names every dim of the operands and outputs by factors, one letter each::
     ...,...->...       leading dims of any number, broadcast as NumPy does
     b[t]d->b[t]d       `t` must be whole
     b{v},b->b          `v` may be sharded; the operator itself combines the pieces
+    <d>e,<d>e-><d>e    `d` may be sharded, by one axis, and has a size of its own in
+                       each operand and output; the operator itself moves the pieces
     b(hd)->bhd         a composite dim, of which only the leading factor may be sharded
     1d->bd             a dim of size 1 that no factor names
 """
@@ -25,6 +27,7 @@ Dim = tuple[str, ...]
 
 WHOLE = "whole"
 COMBINE = "combine"
+MOVED = "moved"
 FREE = "free"
 
 
@@ -39,9 +42,11 @@ class Rule:
     terms
         For each operand, the number of the term it stands in.
     sizes
-        Size of each factor.
+        Size of each factor; of a moved one, in the first operand that has it.
     kinds
-        ``"free"``, ``"whole"`` or ``"combine"`` for each factor.
+        ``"free"``, ``"whole"``, ``"combine"`` or ``"moved"`` for each factor.
+    output_shapes
+        Shape of each output.
     """
 
     operands: tuple[tuple[Dim, ...], ...]
@@ -49,13 +54,7 @@ class Rule:
     terms: tuple[int, ...]
     sizes: Mapping[str, int]
     kinds: Mapping[str, str]
-
-    @property
-    def output_shapes(self) -> tuple[tuple[int, ...], ...]:
-        return tuple(
-            tuple(prod(self.sizes[f] for f in dim) for dim in dims)
-            for dims in self.outputs
-        )
+    output_shapes: tuple[tuple[int, ...], ...]
 
     def leading_dim(self, dims: tuple[Dim, ...], factor: str) -> int | None:
         """Return the number of the dim that `factor` leads, or None."""
@@ -75,10 +74,13 @@ class Rule:
             for number, dims in zip(self.terms, self.operands, strict=True)
         )
 
-    def shardable(self, factor: str, parts: int) -> bool:
-        """Return whether `factor` may be split into `parts` chunks."""
+    def shardable(self, factor: str, axis_sizes: Sequence[int]) -> bool:
+        """Return whether `factor` may be split over axes of `axis_sizes`."""
         if self.kinds[factor] == WHOLE:
             return False
+        if self.kinds[factor] == MOVED:
+            return len(axis_sizes) == 1
+        parts = prod(axis_sizes)
         for dims in (*self.operands, *self.outputs):
             for dim in dims:
                 if factor not in dim:
@@ -97,7 +99,7 @@ def bind(
     text: str,
     shapes: Sequence[tuple[int, ...]],
     name: str,
-    sizes: Mapping[str, int] | None = None,
+    sizes: Mapping[str, int | tuple[int, ...]] | None = None,
 ) -> Rule:
     """Bind the rule `text` to operands of `shapes`.
 
@@ -106,7 +108,8 @@ def bind(
     name
         The operator's name, for error messages.
     sizes
-        Sizes of factors that no operand dim tells alone.
+        Sizes of factors that no operand dim tells alone; of a moved factor, those that
+        it has in the outputs, one for each or one for all.
 
     Raises
     ------
@@ -121,8 +124,20 @@ def bind(
         raise ShapeError(
             f"{name}: takes {len(written)} operands, but {len(shapes)} were given"
         )
-    known = dict(sizes or {})
-    kinds: dict[str, str] = {}
+    kinds = {
+        factor: kind
+        for operand, _ in written
+        for _, factors, kind in operand
+        for factor in factors
+    }
+    known: dict[str, int] = {}
+    moved: dict[str, int | tuple[int, ...]] = {}
+    for factor, size in (sizes or {}).items():
+        if kinds.get(factor) == MOVED:
+            moved[factor] = size
+        else:
+            assert isinstance(size, int)
+            known[factor] = size
     operands: list[tuple[Dim, ...]] = []
     expanded = [
         _expand(operand, len(shape), name, position, text)
@@ -133,8 +148,6 @@ def bind(
     stretched = _stretched_factors(expanded, shapes)
     for position, dims in enumerate(expanded):
         operands.append(_bind_dims(dims, shapes, known, stretched, name, position))
-    for operand, _ in written:
-        kinds.update((f, kind) for _, factors, kind in operand for f in factors)
     ellipsis = max(
         _ellipsis_length(operand, shape)
         for (operand, _), shape in zip(written, shapes, strict=True)
@@ -150,7 +163,25 @@ def bind(
             kinds[factor] = WHOLE
     for factor in known:
         kinds.setdefault(factor, FREE)
-    return Rule(tuple(operands), results, tuple(n for _, n in written), known, kinds)
+    output_shapes = tuple(
+        tuple(_output_size(dim, number, known, moved) for dim in dims)
+        for number, dims in enumerate(results)
+    )
+    terms_of = tuple(number for _, number in written)
+    return Rule(tuple(operands), results, terms_of, known, kinds, output_shapes)
+
+
+def _output_size(
+    dim: Dim,
+    number: int,
+    known: Mapping[str, int],
+    moved: Mapping[str, int | tuple[int, ...]],
+) -> int:
+    """Size of a dim of output `number`."""
+    if dim and dim[0] in moved:
+        size = moved[dim[0]]
+        return size[number] if isinstance(size, tuple) else size
+    return prod(known[factor] for factor in dim)
 
 
 _Item = tuple[str, Dim, str]
@@ -172,7 +203,12 @@ def _parse(
 
 
 def _items(operand: str, text: str) -> Iterator[_Item]:
-    closing = {"(": (")", FREE), "[": ("]", WHOLE), "{": ("}", COMBINE)}
+    closing = {
+        "(": (")", FREE),
+        "[": ("]", WHOLE),
+        "{": ("}", COMBINE),
+        "<": (">", MOVED),
+    }
     at = 0
     while at < len(operand):
         char = operand[at]
@@ -216,11 +252,11 @@ def _expand(
             f"{len(operand) - has_ellipsis}{' or more' if has_ellipsis else ''}"
         )
     dims: list[tuple[str, Dim]] = []
-    for kind, factors, _ in operand:
-        if kind == "ellipsis":
+    for item, factors, kind in operand:
+        if item == "ellipsis":
             dims += [("broadcast", (f".{k}",)) for k in reversed(range(count))]
         else:
-            dims.append((kind, factors))
+            dims.append((MOVED if kind == MOVED else item, factors))
     return dims
 
 
@@ -259,6 +295,10 @@ def _bind_dims(
     for number, ((kind, factors), size) in enumerate(zip(dims, shape, strict=True)):
         if kind == "broadcast" and size == 1 and factors[0] in stretched:
             bound.append(())
+            continue
+        if kind == MOVED:
+            known.setdefault(factors[0], size)
+            bound.append(factors)
             continue
         unknown = [f for f in factors if f not in known]
         if len(unknown) == 1:

@@ -13,7 +13,7 @@ from tparmpi.sharding import Traits
 from tparmpi.tensors.dispatch import apply
 from tparmpi.tensors.registry import methods, registry
 
-Rules = str | Callable[..., str | tuple[str, Mapping[str, int]]]
+Rules = str | Callable[..., str | tuple[str, Mapping[str, int | tuple[int, ...]]]]
 """A rule, or a function of the operands' shapes and the attributes that returns one,
 perhaps with sizes of factors that the operands do not tell."""
 

@@ -138,6 +138,29 @@ class Plan:
                 array = group.all_reduce(array, op)
         return array
 
+    def collect(self, factor: str, array: Any) -> tuple[Any, int]:
+        """Return the `array` of each member that splits `factor`, and our number.
+
+        Collective over the axes that split `factor`.
+
+        Returns
+        -------
+        pieces : (members, *array.shape)
+            In the order of the members' chunks.
+        number
+            Which of them is this rank's.
+        """
+        pieces = array[None]
+        number = 0
+        for axis in self.factors[factor].axes:
+            number = number * self.place.shape[axis] + self.place.coordinates[axis]
+        for axis in reversed(self.factors[factor].axes):
+            group = self.place.axis_group(axis)
+            if group.size > 1:
+                sizes = (len(pieces),) * group.size
+                pieces = group.all_gather(pieces, 0, sizes)
+        return pieces, number
+
     def gradient_layout(self, operand: int, pending: tuple[bool, ...]) -> Layout:
         """Layout of the gradient of `operand`.
 

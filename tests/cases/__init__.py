@@ -1,0 +1,12 @@
+"""Cases of every operator: operands, and the NumPy function it must equal."""
+
+from tests.cases import arithmetic, contraction, network, reductions, shape
+from tests.cases.case import Case
+
+CASES: list[Case] = [
+    *arithmetic.CASES,
+    *contraction.CASES,
+    *reductions.CASES,
+    *shape.CASES,
+    *network.CASES,
+]
