@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import resource
@@ -92,6 +93,7 @@ def test_every_command_says_what_it_does():
         (["train", "--run="], "--run"),
         (["generate", ""], "RUN"),
         (["generate", "nowhere", "--max-tokens=many"], "many"),
+        (["plan"], "--show-schedule"),
     ],
 )
 def test_a_wrong_command_line_is_one_sentence_and_code_2(arguments, words):
@@ -102,6 +104,36 @@ def test_a_wrong_command_line_is_one_sentence_and_code_2(arguments, words):
     assert line.startswith("tparmpi: ")
     assert words in line
     assert "--help" in line
+
+
+def test_plan_draws_a_schedule():
+    shown = tparmpi("plan", "--show-schedule", "--pp=2", "--microbatches=3")
+    assert shown.returncode == 0, shown.stderr
+    assert "stage 1  .  F0 B0 == F1 B1 == F2 B2 == .  ." in shown.stdout
+    told = tparmpi("plan", "--show-schedule", "--schedule=interleaved", "--json")
+    assert json.loads(told.stdout) == {
+        "schedule": "interleaved",
+        "pp": 4,
+        "microbatches": 8,
+        "chunks": 2,
+        "waiting": 0.1579,
+        "live": [11, 9, 7, 5],
+    }
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--schedule=2f2b"], "2f2b"),
+        (["--pp=0"], "--pp"),
+        (["--chunks=2"], "interleaved"),
+    ],
+)
+def test_plan_refuses_what_cannot_be(arguments, words):
+    refused = tparmpi("plan", "--show-schedule", *arguments)
+    assert refused.returncode == 2
+    (line,) = refused.stderr.splitlines()
+    assert words in line
 
 
 def test_the_parser_raises_instead_of_leaving():
