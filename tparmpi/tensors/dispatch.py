@@ -85,7 +85,8 @@ def _run(
         if operand.device.is_autodiff:
             device = operand.device
         if operand.node is not None and mode.recording:
-            node = _record(plan, saved, operands, arrays)
+            if True in plan.differentiable:
+                node = _record(plan, saved, operands, arrays)
             break
     else:
         if not device.is_autodiff:
@@ -93,8 +94,9 @@ def _run(
     cell = operands[0].cell if operator.view else None
     if len(plan.outputs) == 1:
         return Tensor(plan.outputs[0], outputs, device, node, 0, cell)
+    nodes = [node if has_gradient else None for has_gradient in plan.differentiable]
     return tuple(
-        Tensor(spec, array, device, node, number, cell)
+        Tensor(spec, array, device, nodes[number], number, cell)
         for number, (spec, array) in enumerate(zip(plan.outputs, outputs, strict=True))
     )
 

@@ -17,6 +17,9 @@ Rules = str | Callable[..., str | tuple[str, Mapping[str, int | tuple[int, ...]]
 """A rule, or a function of the operands' shapes and the attributes that returns one,
 perhaps with sizes of factors that the operands do not tell."""
 
+Dtypes = Callable[..., np.dtype[Any] | tuple[np.dtype[Any], ...]]
+"""A function of the operands' dtypes and the attributes that returns the outputs'."""
+
 _EMPTY = inspect.Parameter.empty
 
 
@@ -45,9 +48,9 @@ class Operator:
         Whether pending sums pass if all operands are pending.
     dtype
         Function of the operands' dtypes and the attributes that returns the outputs'
-        dtype; by default NumPy's promotion.
+        dtype, or a tuple with one for each; by default NumPy's promotion.
     cast
-        Whether operands of another dtype are cast to the outputs' first.
+        Whether operands of another dtype are cast to the (first) output's first.
     view
         Whether outputs may share the memory of the only operand.
     """
@@ -60,7 +63,7 @@ class Operator:
         *,
         linear: tuple[int, ...] | Callable[..., tuple[int, ...]] = (),
         additive: bool = False,
-        dtype: Callable[..., np.dtype[Any]] | None = None,
+        dtype: Dtypes | None = None,
         cast: bool = True,
         view: bool = False,
     ) -> None:
@@ -135,7 +138,7 @@ def operator(
     name: str | None = None,
     linear: tuple[int, ...] | Callable[..., tuple[int, ...]] = (),
     additive: bool = False,
-    dtype: Callable[..., np.dtype[Any]] | None = None,
+    dtype: Dtypes | None = None,
     cast: bool = True,
     view: bool = False,
 ) -> Callable[[Callable[..., Any]], Operator]:

@@ -66,7 +66,9 @@ class Plan:
     gathered
         Numbers of the operands that are gathered although nobody asked.
     casts
-        Whether operands are cast to the outputs' dtype before the forward.
+        Whether operands are cast to the first output's dtype before the forward.
+    differentiable
+        For each output whether its dtype can have a gradient.
     forward_checked, backward_checked
         Whether what the operator's functions return was found to fit.
     """
@@ -106,14 +108,14 @@ class Plan:
             route if route.steps else None for route in choice.routes
         )
         self.moves = any(self.routes)
-        dtype = _output_dtype(operator, dtypes, self.attributes)
-        self.casts = operator.cast and any(d != dtype for d in dtypes)
+        shapes = self.rule.output_shapes
+        made = _output_dtypes(operator, dtypes, self.attributes, len(shapes))
+        self.casts = operator.cast and any(dtype != made[0] for dtype in dtypes)
         self.outputs = tuple(
             spec_of(place, shape, dtype, layout)
-            for shape, layout in zip(
-                self.rule.output_shapes, choice.outputs, strict=True
-            )
+            for shape, dtype, layout in zip(shapes, made, choice.outputs, strict=True)
         )
+        self.differentiable = tuple(dtype.kind not in "biu" for dtype in made)
         self.has_scalars = any(not spec.shape for spec in self.outputs)
         self.forward_checked = self.backward_checked = False
         self.output_gradients = choice.output_gradients
@@ -225,9 +227,13 @@ def _bind(
     return bind(text, shapes, operator.name, sizes)
 
 
-def _output_dtype(
-    operator: Operator, dtypes: Sequence[np.dtype[Any]], attributes: dict[str, Any]
-) -> np.dtype[Any]:
-    if operator.dtype is not None:
-        return operator.dtype(dtypes, attributes)
-    return np.result_type(*dtypes)
+def _output_dtypes(
+    operator: Operator,
+    dtypes: Sequence[np.dtype[Any]],
+    attributes: dict[str, Any],
+    count: int,
+) -> tuple[np.dtype[Any], ...]:
+    if operator.dtype is None:
+        return (np.result_type(*dtypes),) * count
+    made = operator.dtype(dtypes, attributes)
+    return made if isinstance(made, tuple) else (made,) * count
