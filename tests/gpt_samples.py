@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 import tparmpi as tpm
-from tparmpi.models import GPT, GPTConfig
+from tparmpi.models import GPT, GPTConfig, GPTLayout
+from tparmpi.models.gpt_layout import TENSOR_PARALLEL
 from tparmpi.optim import AdamW, clip_norm
 from tparmpi.parallel import reduce_gradients
 from tparmpi.sharding import Shard, chunk
@@ -87,10 +88,11 @@ class Run:
     microbatches: int = 1
     dtype: str = "float64"
     seed: int = 3
+    layout: GPTLayout = TENSOR_PARALLEL
 
     def model(self, place: tpm.Device | tpm.Group | tpm.Mesh) -> GPT:
         """Make the model on the place's autodiff view, with its initial values."""
-        model = GPT(self.config, place.autodiff(), dtype=self.dtype)
+        model = GPT(self.config, place.autodiff(), layout=self.layout, dtype=self.dtype)
         return model.initialize(self.seed)
 
     def backward(self, model: GPT, step: int) -> float:
@@ -130,16 +132,24 @@ class Run:
 
     def train(self, place: tpm.Device | tpm.Group | tpm.Mesh, steps: int) -> Trained:
         """Train with AdamW and clipping. Collective over the place."""
-        model = self.model(place)
-        optimizer = AdamW(model.named_parameters(), lr=1e-2)
-        trained = Trained(model, optimizer)
+        trained = self.start(place)
         for step in range(steps):
-            trained.losses.append(self.backward(model, step))
-            norm, scale = clip_norm(model.parameters(), 1.0)
-            trained.norms.append(norm)
-            optimizer.step(scale=scale)
-            model.zero_grad()
+            self.advance(trained, step)
         return trained
+
+    def start(self, place: tpm.Device | tpm.Group | tpm.Mesh) -> Trained:
+        """Make a model and its optimizer."""
+        model = self.model(place)
+        return Trained(model, AdamW(model.named_parameters(), lr=1e-2))
+
+    def advance(self, trained: Trained, step: int) -> None:
+        """Do one step. Collective over the place."""
+        model = trained.model
+        trained.losses.append(self.backward(model, step))
+        norm, scale = clip_norm(model.parameters(), 1.0)
+        trained.norms.append(norm)
+        trained.optimizer.step(scale=scale)
+        model.zero_grad()
 
 
 @dataclass

@@ -50,6 +50,18 @@ def alone(tmp_path_factory: pytest.TempPathFactory, text: Path) -> list[float]:
         (3, ["--dp=3", "--set=parallel.microbatches=2"]),
         (4, ["--dp=4"]),
         (4, ["--tp=2", "--dp=2", "--set=parallel.microbatches=2"]),
+        (3, ["--tp=3", "--set=parallel.sequence=true"]),
+        (4, ["--dp=4", "--set=parallel.fully_sharded=true"]),
+        (
+            4,
+            [
+                "--tp=2",
+                "--dp=2",
+                "--set=parallel.sequence=true",
+                "--set=parallel.fully_sharded=true",
+                "--set=parallel.microbatches=2",
+            ],
+        ),
     ],
     ids=lambda value: "".join(value) if isinstance(value, list) else str(value),
 )

@@ -120,6 +120,9 @@ def test_models_by_name():
     model = models.build("gpt", sizes, tpm.device(), dtype="float64")
     assert isinstance(model, GPT) and model.config == GPTConfig(**sizes)
     assert model.input.positions.dtype == np.float64
+    assert not model.blocks[0].layout.sequence
+    model = models.build("gpt", sizes, tpm.device(), layout={"sequence": True})
+    assert model.blocks[0].layout.sequence and model.blocks[0].layout.mlp == "hidden"
     with pytest.raises(tpm.UsageError, match=r"'gtp'; did you mean 'gpt'\?"):
         models.build("gtp", sizes, tpm.device())
     with pytest.raises(tpm.UsageError, match="'x'; there is: gpt"):

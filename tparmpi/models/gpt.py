@@ -20,9 +20,10 @@ from tparmpi.nn import (
     LayerNorm,
     Module,
     Parameter,
+    fully_shard,
     init,
 )
-from tparmpi.nn.splitting import layout_over
+from tparmpi.nn.splitting import gather_positions, layout_over, scatter_positions
 from tparmpi.ops import einsum
 from tparmpi.sharding import REPLICATE, Shard
 from tparmpi.tensors import Tensor
@@ -112,6 +113,7 @@ class GPTInput(Module):
             dtype=dtype,
         )
         self.dropout = Dropout(config.dropout)
+        self.layout = layout
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Return the vectors (B, T, D) of `tokens` (B, T).
@@ -127,10 +129,13 @@ class GPTInput(Module):
                 f"GPT: {length} positions are given but the model has {most}; "
                 "shorten the tokens or make the model with a larger seq_len"
             )
-        positions: Tensor = self.positions
+        positions = self.positions.gathered()
         if length < most:
             positions, _ = positions.split((length, most - length), dim=0)
-        return self.dropout(self.tokens(tokens) + positions)
+        x = self.tokens(tokens)
+        if self.layout.sequence:
+            x = scatter_positions(x, self.layout.axis)
+        return self.dropout(x + positions)
 
 
 class GPTBlock(Module):
@@ -171,11 +176,19 @@ class GPTBlock(Module):
             dtype=dtype,
         )
         self.mlp_dropout = Dropout(config.dropout)
+        self.layout = layout
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the next layer's input for `x` (B, T, D)."""
-        x = x + self.attn_dropout(self.attn(self.attn_norm(x)))
-        return x + self.mlp_dropout(self.mlp(self.mlp_norm(x)))
+        x = x + self.attn_dropout(self._inner(self.attn, self.attn_norm(x)))
+        return x + self.mlp_dropout(self._inner(self.mlp, self.mlp_norm(x)))
+
+    def _inner(self, half: Module, x: Tensor) -> Tensor:
+        if not self.layout.sequence:
+            y: Tensor = half(x)
+            return y
+        y = half(gather_positions(x, self.layout.axis))
+        return scatter_positions(y, self.layout.axis)
 
 
 class GPTOutput(Module):
@@ -207,10 +220,14 @@ class GPTOutput(Module):
                 dtype=dtype,
             )
         self.weight = tied_to
+        self.layout = layout
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the logits (B, T, V) for `x` (B, T, D), split as the weight is."""
-        return einsum("btd,vd->btv", self.norm(x), self.weight)
+        x = self.norm(x)
+        if self.layout.sequence:
+            x = gather_positions(x, self.layout.axis)
+        return einsum("btd,vd->btv", x, self.weight.gathered())
 
 
 class GPT(Module):
@@ -255,6 +272,8 @@ class GPT(Module):
         tied_to = self.input.tokens.weight if config.tied else None
         self.output = GPTOutput(config, place, layout, dtype, tied_to)
         self.assign_paths()
+        if layout.fully_sharded is not None:
+            fully_shard(self, layout.fully_sharded)
 
     @property
     def layer_input(self) -> Module:

@@ -18,7 +18,20 @@ output.norm           (D,)             -           whole; its gradient all_reduc
 output.weight         (V, D)           V           logits split by vocabulary
 ====================  ===============  ==========  =====================================
 
-Other axes (data parallel) split the batch; along them all weights are whole.
+With ``sequence``, all that is elementwise lies in positions instead of whole:
+
+====================  =====================================
+between layers        what flows
+====================  =====================================
+input.tokens          pending sum, reduce_scattered by T
+norms, dropout, +     split by T; the norms' gradients pending
+into attn and mlp     all_gathered (q, k and v share one), kept as the shard
+out of attn and mlp   pending sum, reduce_scattered by T
+into output.weight    all_gathered, kept as the shard
+====================  =====================================
+
+Other axes (data parallel) split the batch; along them all weights are whole, or, with
+``fully_sharded``, stored in pieces of a dim that is not split and gathered for use.
 """
 
 from __future__ import annotations
@@ -38,12 +51,19 @@ class GPTLayout:
     tokens, attention, mlp
         The ``split`` of the token embedding (and the output's weight, which may be the
         same parameter), of attention and of the MLP; None leaves a layer whole.
+    sequence
+        Whether norms, dropout and residuals have their positions split over the axis.
+    fully_sharded
+        Name of the axis that weights and embeddings are stored over; see
+        `tparmpi.nn.fully_shard`.
     """
 
     axis: str = "tp"
     tokens: str | None = "vocabulary"
     attention: str | None = "heads"
     mlp: str | None = "hidden"
+    sequence: bool = False
+    fully_sharded: str | None = None
 
 
 TENSOR_PARALLEL = GPTLayout()

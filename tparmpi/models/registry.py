@@ -10,23 +10,30 @@ from typing import Any
 from tparmpi.comm import Place
 from tparmpi.errors import UsageError
 from tparmpi.models.gpt import GPT, GPTConfig
+from tparmpi.models.gpt_layout import GPTLayout
 from tparmpi.nn import Module
 
 
 @dataclass(frozen=True)
 class ModelKind:
-    """A kind of model: the class of its sizes and the model's, called with both."""
+    """A kind of model: the classes of its sizes, of its layout, and its own."""
 
     config: type[Any]
+    layout: type[Any]
     model: type[Module]
 
 
-kinds: dict[str, ModelKind] = {"gpt": ModelKind(GPTConfig, GPT)}
+kinds: dict[str, ModelKind] = {"gpt": ModelKind(GPTConfig, GPTLayout, GPT)}
 """All kinds by name."""
 
 
 def build(
-    kind: str, sizes: Mapping[str, Any], place: Place, dtype: Any = None
+    kind: str,
+    sizes: Mapping[str, Any],
+    place: Place,
+    dtype: Any = None,
+    *,
+    layout: Mapping[str, Any] | None = None,
 ) -> Module:
     """Return a model of `kind` on `place`, without values yet. Local.
 
@@ -36,6 +43,8 @@ def build(
         The fields of the kind's configuration.
     dtype
         The place's default floating dtype if None.
+    layout
+        Fields of the kind's layout that are not to have their defaults.
 
     Raises
     ------
@@ -47,4 +56,9 @@ def build(
         hint = f"did you mean '{near[0]}'?" if near else f"there is: {', '.join(kinds)}"
         raise UsageError(f"there is no kind of model '{kind}'; {hint}")
     found = kinds[kind]
-    return found.model(found.config(**sizes), place, dtype=dtype)  # type: ignore[call-arg]
+    return found.model(
+        found.config(**sizes),  # type: ignore[call-arg]
+        place,
+        layout=found.layout(**(layout or {})),
+        dtype=dtype,
+    )

@@ -9,6 +9,7 @@ from tparmpi.nn.mlp import MLP
 from tparmpi.nn.module import Module
 from tparmpi.nn.norms import LayerNorm
 from tparmpi.nn.parameter import Parameter
+from tparmpi.nn.storage import fully_shard
 
 __all__ = [
     "MLP",
@@ -19,5 +20,6 @@ __all__ = [
     "Linear",
     "Module",
     "Parameter",
+    "fully_shard",
     "init",
 ]

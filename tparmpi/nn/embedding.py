@@ -71,4 +71,4 @@ class Embedding(Module):
         -------
         Tensor : (..., D)
         """
-        return embedding(self.weight, ids)
+        return embedding(self.weight.gathered(), ids)

@@ -98,7 +98,9 @@ class Linear(Module):
             With split columns, `Shard` of its first feature dim; with split rows,
             `Partial`.
         """
-        return linear(x, self.weight, self.bias, rule=_rule(x.ndim, *self._dims))
+        return linear(
+            x, self.weight.gathered(), self.bias, rule=_rule(x.ndim, *self._dims)
+        )
 
 
 @lru_cache(maxsize=256)

@@ -10,7 +10,14 @@ from tparmpi.backend import MetaArray
 from tparmpi.comm import Place
 from tparmpi.errors import ShardingError, UsageError
 from tparmpi.nn.init import DEFAULT, Initializer
-from tparmpi.sharding import Layout, Partial, Placement, replicated
+from tparmpi.sharding import (
+    REPLICATE,
+    Layout,
+    Partial,
+    Placement,
+    Shard,
+    replicated,
+)
 from tparmpi.tensors import Tensor, spec_of
 from tparmpi.tensors.request import requested_layout
 
@@ -44,6 +51,9 @@ class Parameter(Tensor):
     ----------
     name
         Dotted path in the model; empty until a module assigns it.
+    stored_over
+        Number of the axis whose members hold pieces of the values between their uses,
+        or None; see `store_over`.
 
     Raises
     ------
@@ -53,7 +63,7 @@ class Parameter(Tensor):
         If the layout names an axis or dim that does not exist, or is `Partial`.
     """
 
-    __slots__ = ("initializer", "kind", "name")
+    __slots__ = ("initializer", "kind", "name", "stored_over")
     is_parameter = True
 
     def __init__(
@@ -88,6 +98,7 @@ class Parameter(Tensor):
         self.initializer = initializer
         self.kind = kind
         self.name = ""
+        self.stored_over: int | None = None
         if self.is_shell:
             self._array = MetaArray(self.spec.local_shape, dtype)
         if place.is_autodiff:
@@ -113,6 +124,58 @@ class Parameter(Tensor):
                 "model.initialize(seed) or load a checkpoint"
             )
         return self._array
+
+    def store_over(self, axis: str) -> None:
+        """Have the members along `axis` hold pieces of the values, each its own. Local.
+
+        The largest dim that no other axis shards is split, the first of equal ones, in
+        any chunks. Layers read the values as `gathered`. Nothing changes where there is
+        no such axis or dim.
+
+        Raises
+        ------
+        UsageError
+            If the parameter has values already, or is stored over an axis.
+        """
+        if self._array is not None and not self.is_shell:
+            raise UsageError(
+                f"parameter {self.described} has values already; split its storage "
+                "before initialize(seed) or loading a checkpoint"
+            )
+        if self.stored_over is not None:
+            raise UsageError(
+                f"parameter {self.described} is stored over axis "
+                f"'{self.spec.place.axes[self.stored_over]}' already"
+            )
+        place = self.spec.place
+        split = {p.dim for p in self.layout if isinstance(p, Shard)}
+        free = [dim for dim in range(self.ndim) if dim not in split]
+        if axis not in place.axes or not free:
+            return
+        number = place.axes.index(axis)
+        if isinstance(self.layout[number], Shard):
+            return
+        dim = max(free, key=lambda dim: self.shape[dim])
+        layout = (*self.layout[:number], Shard(dim), *self.layout[number + 1 :])
+        self.spec = self.spec.with_layout(layout)
+        self.stored_over = number
+        if self.is_shell:
+            self._array = MetaArray(self.spec.local_shape, self.dtype)
+        if self.node is not None:
+            self.node = None
+            self.require_grad()
+
+    def gathered(self) -> Tensor:
+        """Return the values as an operator uses them.
+
+        Collective over the axis that they are stored over: an all_gather, which the
+        tape does not keep but makes once more in the backward pass, if that needs the
+        values. The parameter itself where they are not stored over an axis.
+        """
+        if self.stored_over is None:
+            return self
+        before, after = self.layout[: self.stored_over], self.layout[self.stored_over :]
+        return self.to_layout((*before, REPLICATE, *after[1:]), regather=True)
 
     def initialize(self, seed: int, name: str) -> None:
         """Draw the values as a function of (seed, name, global index). Local."""

@@ -1,4 +1,4 @@
-"""Which axis of a place a layer is split over."""
+"""Which axis of a place a layer is split over, and tensors brought to layouts on it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from tparmpi.comm import Group, Place
 from tparmpi.errors import UsageError
-from tparmpi.sharding import Layout, Placement, replicated
+from tparmpi.sharding import REPLICATE, Layout, Placement, Shard, replicated
+from tparmpi.tensors import Tensor
 from tparmpi.tensors.request import plain_place
 
 
@@ -35,6 +36,40 @@ def layout_over(place: Place, axis: str, placement: Placement) -> Layout:
     if number is not None:
         layout[number] = placement
     return tuple(layout)
+
+
+def with_placement(
+    x: Tensor, axis: str, placement: Placement, *, regather: bool = False
+) -> Tensor:
+    """Return `x` with `placement` on the axis split over; members may become empty.
+
+    Collective over the axis; `x` itself where it does not exist. `regather` as for
+    `Tensor.with_sharding`.
+    """
+    number = axis_number(x.device, axis)
+    if number is None:
+        return x
+    layout = (*x.layout[:number], placement, *x.layout[number + 1 :])
+    return x.with_sharding(layout, allow_empty=True, regather=regather)
+
+
+def scatter_positions(x: Tensor, axis: str) -> Tensor:
+    """Return `x` (B, T, ...) with its positions split over `axis`.
+
+    Collective over the axis: a reduce_scatter where `x` is a pending sum there, nothing
+    where it is whole. With `gather_positions` this is sequence parallelism, Korthikanti
+    et al., "Reducing Activation Recomputation in Large Transformer Models" (2022).
+    """
+    return with_placement(x, axis, Shard(1))
+
+
+def gather_positions(x: Tensor, axis: str) -> Tensor:
+    """Return `x` (B, T, ...) with all its positions on each member along `axis`.
+
+    Collective over the axis: an all_gather, of which the tape keeps the shard; all
+    layers that read the result share one more in the backward pass.
+    """
+    return with_placement(x, axis, REPLICATE, regather=True)
 
 
 def check_split(layer: str, split: str | None, known: Sequence[str]) -> None:

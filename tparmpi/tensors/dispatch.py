@@ -121,9 +121,9 @@ def _record(
     versions = [(o.cell, o.cell[0]) for o in operands if o.cell is not None]
     for number, (operand, array) in enumerate(zip(operands, arrays, strict=True)):
         if operand.regather is not None:
-            kept = operand.regather
-            needed = plan.inputs[number].layout
-            saved = _without(saved, array, Regather(kept.array, kept.spec, needed))
+            layout = plan.inputs[number].layout
+            kept = operand.regather.bound_for(layout, array.dtype)
+            saved = _without(saved, array, kept)
     parents: tuple[tuple[Node | Leaf, int] | None, ...] = tuple(
         None if o.node is None else (o.node, o.slot) for o in operands
     )
@@ -133,6 +133,7 @@ def _record(
 def _without(saved: Any, array: Any, instead: Regather) -> Any:
     """`saved` with `array` replaced by what gathers it again."""
     if saved is array:
+        instead.readers += 1
         return instead
     if type(saved) is tuple:
         return tuple(_without(item, array, instead) for item in saved)

@@ -262,8 +262,8 @@ class Tensor:
         allow_empty
             Permit that some members hold nothing.
         regather
-            Let the tape keep the shard and gather once more in the backward pass,
-            instead of keeping the gathered array.
+            Let the tape keep the shard and gather once more in the backward pass (once
+            for all operators that read the result), instead of the gathered array.
         **by_axis
             Placements of single axes of a mesh; the others stay.
 
@@ -301,7 +301,7 @@ class Tensor:
         else:
             tensor._array = follow(self.array, spec, route)
             if regather:
-                tensor.regather = tape.Regather(self.array, spec, layout)
+                tensor.regather = tape.Regather(self.array, spec, layout, spec.dtype)
         return tensor
 
     def numpy(self) -> np.ndarray[Any, Any]:

@@ -133,6 +133,16 @@ class ParallelSection:
     dp: int | None = _key(
         None, "ranks that split the batch (default: the rest)", at_least=1, resume=FREE
     )
+    sequence: bool = _key(
+        False,
+        "tp ranks split norms, dropout and residuals by positions",
+        resume=FREE,
+    )
+    fully_sharded: bool = _key(
+        False,
+        "dp ranks store pieces of weights and optimizer state, gathered for use",
+        resume=FREE,
+    )
     microbatches: int = _key(
         1,
         "pieces each batch is accumulated from",

@@ -25,7 +25,11 @@ def build_model(config: RunConfig, place: Place) -> Module:
     """
     sizes = asdict(config.model)
     kind = sizes.pop("kind")
-    return models.build(kind, sizes, place, dtype=config.train.precision)
+    layout = {
+        "sequence": config.parallel.sequence,
+        "fully_sharded": "dp" if config.parallel.fully_sharded else None,
+    }
+    return models.build(kind, sizes, place, dtype=config.train.precision, layout=layout)
 
 
 @contextlib.contextmanager
@@ -56,7 +60,7 @@ def memory_for(model: Module, copies: int, what: str) -> Iterator[None]:
         f"not enough memory: {what} takes {needed:,} bytes on each rank, and its "
         "activations come on top; make the model (model.d_model, model.n_layer, "
         "model.vocab_size, model.seq_len) or train.batch_size smaller, or start more "
-        "ranks and split over them (--tp)"
+        "ranks and split over them (--tp, or --dp with parallel.fully_sharded=true)"
     )
     kinds = {parameter.spec.place.kind for parameter in parameters}
     # No device has more than its address space, and a CPU not more than the machine.
