@@ -23,7 +23,12 @@ from tparmpi.nn import (
     fully_shard,
     init,
 )
-from tparmpi.nn.splitting import gather_positions, layout_over, scatter_positions
+from tparmpi.nn.splitting import (
+    gather_positions,
+    layout_over,
+    scatter_positions,
+    with_placement,
+)
 from tparmpi.ops import einsum
 from tparmpi.sharding import REPLICATE, Shard
 from tparmpi.tensors import Tensor
@@ -161,6 +166,7 @@ class GPTBlock(Module):
             place,
             split=layout.attention,
             axis=layout.axis,
+            other_axis=layout.other_axis,
             output_initializer=residual,
             dtype=dtype,
         )
@@ -172,6 +178,7 @@ class GPTBlock(Module):
             place,
             split=layout.mlp,
             axis=layout.axis,
+            other_axis=layout.other_axis,
             output_initializer=residual,
             dtype=dtype,
         )
@@ -184,11 +191,19 @@ class GPTBlock(Module):
         return x + self.mlp_dropout(self._inner(self.mlp, self.mlp_norm(x)))
 
     def _inner(self, half: Module, x: Tensor) -> Tensor:
-        if not self.layout.sequence:
-            y: Tensor = half(x)
-            return y
-        y = half(gather_positions(x, self.layout.axis))
-        return scatter_positions(y, self.layout.axis)
+        """Return what a half adds to the residual, pending or finished."""
+        layout = self.layout
+        if layout.sequence:
+            x = gather_positions(x, layout.axis)
+        y: Tensor = half(x)
+        if layout.sequence:
+            y = scatter_positions(y, layout.axis)
+        if layout.other_axis is not None and layout.other_axis in y.device.axes:
+            # The sum first, while the width is split: it is the smaller array.
+            if not layout.sequence:
+                y = with_placement(y, layout.axis, REPLICATE)
+            y = with_placement(y, layout.other_axis, REPLICATE)
+        return y
 
 
 class GPTOutput(Module):

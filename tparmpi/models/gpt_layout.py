@@ -30,6 +30,10 @@ out of attn and mlp   pending sum, reduce_scattered by T
 into output.weight    all_gathered, kept as the shard
 ====================  =====================================
 
+With ``other_axis`` the weights of attention and MLP are split along D as well. What
+flows into them is sliced; q, k, v and the inner features are sums pending over that
+axis, all_reduced; what flows out is split along D, all_gathered + residual.
+
 Other axes (data parallel) split the batch; along them all weights are whole, or, with
 ``fully_sharded``, stored in pieces of a dim that is not split and gathered for use.
 """
@@ -51,6 +55,9 @@ class GPTLayout:
     tokens, attention, mlp
         The ``split`` of the token embedding (and the output's weight, which may be the
         same parameter), of attention and of the MLP; None leaves a layer whole.
+    other_axis
+        Name of another axis of the mesh, which splits the width D of the weights of
+        attention and MLP too (2-D tensor parallelism).
     sequence
         Whether norms, dropout and residuals have their positions split over the axis.
     fully_sharded
@@ -62,6 +69,7 @@ class GPTLayout:
     tokens: str | None = "vocabulary"
     attention: str | None = "heads"
     mlp: str | None = "hidden"
+    other_axis: str | None = None
     sequence: bool = False
     fully_sharded: str | None = None
 

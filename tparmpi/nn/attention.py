@@ -31,6 +31,9 @@ class CausalSelfAttention(Module):
         Whether each member along `axis` holds some heads.
     axis
         Name of the axis; see `tparmpi.nn.splitting.axis_number`.
+    other_axis
+        Name of another axis of the mesh, which splits the width D of every weight. The
+        result is then `Shard` of its last dim along it.
     output_initializer
         Of the output projection's weight.
     dtype
@@ -57,6 +60,7 @@ class CausalSelfAttention(Module):
         *,
         split: str | None = None,
         axis: str = "tp",
+        other_axis: str | None = None,
         output_initializer: Initializer = init.DEFAULT,
         dtype: Any = None,
     ) -> None:
@@ -71,7 +75,15 @@ class CausalSelfAttention(Module):
         heads = (n_head, d_model // n_head)
         columns, rows = ("columns", "rows") if split else (None, None)
         self.q, self.k, self.v = (
-            Linear(d_model, heads, place, split=columns, axis=axis, dtype=dtype)
+            Linear(
+                d_model,
+                heads,
+                place,
+                split=columns,
+                axis=axis,
+                other_axis=other_axis,
+                dtype=dtype,
+            )
             for _ in range(3)
         )
         self.out = Linear(
@@ -80,6 +92,7 @@ class CausalSelfAttention(Module):
             place,
             split=rows,
             axis=axis,
+            other_axis=other_axis,
             initializer=output_initializer,
             dtype=dtype,
         )

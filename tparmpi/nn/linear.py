@@ -13,7 +13,7 @@ from tparmpi.nn.module import Module
 from tparmpi.nn.parameter import Parameter
 from tparmpi.nn.splitting import check_split, layout_over
 from tparmpi.ops import linear
-from tparmpi.sharding import REPLICATE, Shard
+from tparmpi.sharding import REPLICATE, Placement, Shard
 from tparmpi.tensors import Tensor
 
 
@@ -23,7 +23,9 @@ class Linear(Module):
     Shoeybi et al., "Megatron-LM" (2019), for the two splits: with ``"columns"`` each
     member holds some output features, and a whole input gives a sharded output without
     communication; with ``"rows"`` each member holds some input features, and a sharded
-    input gives a pending sum, to which the bias is added once.
+    input gives a pending sum, to which the bias is added once. With `other_axis` both
+    dims of the weight are split, the "2D weight-stationary" layout of Pope et al.,
+    "Efficiently Scaling Transformer Inference" (2022).
 
     Parameters
     ----------
@@ -36,6 +38,9 @@ class Linear(Module):
         Split of the first output dim, or of the first input dim, over `axis`.
     axis
         Name of the axis; see `tparmpi.nn.splitting.axis_number`.
+    other_axis
+        Name of another axis of the mesh, which splits the other side's first dim: the
+        input's with ``"columns"``, the output's with ``"rows"``.
     bias
         Whether there is a bias.
     initializer
@@ -57,6 +62,7 @@ class Linear(Module):
         *,
         split: str | None = None,
         axis: str = "tp",
+        other_axis: str | None = None,
         bias: bool = True,
         initializer: Initializer = init.DEFAULT,
         dtype: Any = None,
@@ -64,12 +70,16 @@ class Linear(Module):
         check_split("Linear", split, ("columns", "rows"))
         inputs = d_in if isinstance(d_in, tuple) else (d_in,)
         outputs = d_out if isinstance(d_out, tuple) else (d_out,)
-        dims = {"columns": len(inputs), "rows": 0}
-        placement = REPLICATE if split is None else Shard(dims[split])
+        dims: dict[str | None, tuple[Placement, Placement]] = {
+            "columns": (Shard(len(inputs)), Shard(0)),
+            "rows": (Shard(0), Shard(len(inputs))),
+            None: (REPLICATE, REPLICATE),
+        }
+        one, other = dims[split]
         self.weight = Parameter(
             inputs + outputs,
             place,
-            layout_over(place, axis, placement),
+            layout_over(place, axis, one, other_axis, other),
             initializer=initializer,
             dtype=dtype,
         )
@@ -78,7 +88,13 @@ class Linear(Module):
             self.bias = Parameter(
                 outputs,
                 place,
-                layout_over(place, axis, Shard(0) if split == "columns" else REPLICATE),
+                layout_over(
+                    place,
+                    axis,
+                    Shard(0) if split == "columns" else REPLICATE,
+                    other_axis,
+                    Shard(0) if split == "rows" else REPLICATE,
+                ),
                 initializer=init.zeros,
                 kind="bias",
                 dtype=dtype,
@@ -95,8 +111,8 @@ class Linear(Module):
         Returns
         -------
         Tensor : ``(..., *d_out)``
-            With split columns, `Shard` of its first feature dim; with split rows,
-            `Partial`.
+            `Shard` of its first feature dim along the axis that splits the outputs,
+            `Partial` along the one that splits the inputs.
         """
         return linear(
             x, self.weight.gathered(), self.bias, rule=_rule(x.ndim, *self._dims)

@@ -27,6 +27,9 @@ class MLP(Module):
         chunks.
     axis
         Name of the axis; see `tparmpi.nn.splitting.axis_number`.
+    other_axis
+        Name of another axis of the mesh, which splits the width D of every weight. The
+        result is then `Shard` of its last dim along it.
     output_initializer
         Of the second weight.
     dtype
@@ -46,18 +49,28 @@ class MLP(Module):
         *,
         split: str | None = None,
         axis: str = "tp",
+        other_axis: str | None = None,
         output_initializer: Initializer = init.DEFAULT,
         dtype: Any = None,
     ) -> None:
         check_split("MLP", split, ("hidden",))
         columns, rows = ("columns", "rows") if split else (None, None)
-        self.up = Linear(d_model, d_ff, place, split=columns, axis=axis, dtype=dtype)
+        self.up = Linear(
+            d_model,
+            d_ff,
+            place,
+            split=columns,
+            axis=axis,
+            other_axis=other_axis,
+            dtype=dtype,
+        )
         self.down = Linear(
             d_ff,
             d_model,
             place,
             split=rows,
             axis=axis,
+            other_axis=other_axis,
             initializer=output_initializer,
             dtype=dtype,
         )

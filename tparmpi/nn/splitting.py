@@ -29,12 +29,36 @@ def axis_size(place: Place, axis: str) -> int:
     return 1 if number is None else place.shape[number]
 
 
-def layout_over(place: Place, axis: str, placement: Placement) -> Layout:
-    """Return the layout with `placement` on the axis split over. Local."""
+def layout_over(
+    place: Place,
+    axis: str,
+    placement: Placement,
+    other_axis: str | None = None,
+    other: Placement = REPLICATE,
+) -> Layout:
+    """Return the layout with `placement` on the axis split over. Local.
+
+    Parameters
+    ----------
+    other_axis, other
+        An axis of a mesh, and the placement on it where the mesh has it.
+
+    Raises
+    ------
+    UsageError
+        If both axes are the same.
+    """
+    if axis == other_axis:
+        raise UsageError(
+            f"nn: '{axis}' is given as both axes of a layer that two axes split; name "
+            "two axes of a mesh"
+        )
     layout = list(replicated(len(place.shape)))
     number = axis_number(place, axis)
     if number is not None:
         layout[number] = placement
+    if other_axis in place.axes:
+        layout[place.axes.index(other_axis)] = other
     return tuple(layout)
 
 
