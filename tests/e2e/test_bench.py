@@ -1,4 +1,4 @@
-"""`tparmpi bench collectives` on two ranks, and what handles leave behind."""
+"""`tparmpi bench` on two ranks, and what handles leave behind."""
 
 from __future__ import annotations
 
@@ -83,6 +83,36 @@ def test_a_peer_is_measured(tmp_path):
     job = bench(tmp_path, *QUICK, "--only-calls", peers)
     assert job.code == 1
     assert "no such library" in job.err
+
+
+DISPATCH_US = {"a + b": 4, "a + b, recorded": 6, "(a @ w).sum().backward()": 90}
+
+
+def test_operators_cost_little_above_numpy(tmp_path):
+    command = tparmpi(2, "bench", "dispatch", "--seconds=0.3", "--json")
+    least = {call: float("inf") for call in DISPATCH_US}
+    # Other programs on the machine only ever make a call slower.
+    for _ in range(3):
+        found = report(run(command, cwd=tmp_path, limit=LIMIT))
+        assert found["ranks"] == 2
+        assert [row["call"] for row in found["calls"]] == list(DISPATCH_US)
+        for row in found["calls"]:
+            added = row["us"] - row["numpy_us"]
+            assert row["added_us"] == pytest.approx(added, abs=0.02)
+            least[row["call"]] = min(least[row["call"]], row["added_us"])
+    # Twice the bars: processors differ. The benchmark prints the figures.
+    assert all(least[call] <= 2 * bar for call, bar in DISPATCH_US.items()), least
+
+
+def test_dispatch_is_shown_beside_a_peer(tmp_path):
+    peer = tmp_path / "peer.py"
+    peer.write_text('print(\'{"name": "slow", "us": [1e3, 1e3, 1e3]}\')\n')
+    peers = f"--peers={sys.executable} {peer}"
+    command = tparmpi(1, "bench", "dispatch", "--seconds=0.01", peers)
+    job = run(command, cwd=tmp_path, limit=LIMIT)
+    assert job.code == 0, job.err
+    assert "above µs" in job.out
+    assert "slow: a + b 1000.0 µs" in job.out
 
 
 @pytest.mark.parametrize(

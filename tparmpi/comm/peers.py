@@ -28,11 +28,9 @@ _LAUNCHER = ("PMI_", "PMIX_", "OMPI_", "MPI_", "HYDI_", "MPIR_")
 def measured(group: Group, command: str, sizes: Sequence[int]) -> dict[str, Any]:
     """Return the times of the peer's ``all_reduce`` beside ours, float32.
 
-    Collective over all ranks. The program is started on each rank, several times in
-    turns with our own calls; the fastest of each counts. It gets ``RANK``,
-    ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT``, and the sizes in bytes as
-    arguments. That of rank 0 prints a line of JSON: ``name``, and ``us``, a list with
-    the microseconds of each size.
+    Collective over all ranks. The program is started several times, in turns with our
+    own calls; the fastest of each counts. Its arguments are the sizes in bytes, and
+    ``us`` of what it says are the microseconds of each.
 
     Raises
     ------
@@ -42,7 +40,7 @@ def measured(group: Group, command: str, sizes: Sequence[int]) -> dict[str, Any]
     theirs = [float("inf")] * len(sizes)
     ours = list(theirs)
     for _ in range(_TURNS):
-        said = _run(group, command, sizes)
+        said = ask(group, command, *map(str, sizes))
         theirs = list(map(min, theirs, said["us"]))
         ours = list(map(min, ours, _ours(group, sizes)))
     calls = [
@@ -61,8 +59,18 @@ def _ours(group: Group, sizes: Sequence[int]) -> list[float]:
     return found
 
 
-def _run(group: Group, command: str, sizes: Sequence[int]) -> dict[str, Any]:
-    """Return what the peer's program says on rank 0. Collective over all ranks."""
+def ask(group: Group, command: str, *arguments: str) -> dict[str, Any]:
+    """Start a peer's program on each rank; return what it says on rank 0.
+
+    Collective over all ranks. The program gets ``RANK``, ``WORLD_SIZE``,
+    ``MASTER_ADDR`` and ``MASTER_PORT``, and the arguments. That of rank 0 prints a line
+    of JSON: ``name``, and ``us``, a list of microseconds.
+
+    Raises
+    ------
+    CommunicationError
+        If the program fails on a rank.
+    """
     host = socket.gethostname() if _several_nodes(group) else "127.0.0.1"
     port = 0
     if group.rank == 0:
@@ -76,12 +84,12 @@ def _run(group: Group, command: str, sizes: Sequence[int]) -> dict[str, Any]:
         "MASTER_ADDR": address[0],
         "MASTER_PORT": address[1],
     }
-    arguments = [*shlex.split(command), *map(str, sizes)]
+    words = [*shlex.split(command), *arguments]
     error: Exception | None = None
     said: dict[str, Any] = {}
     try:
         done = subprocess.run(
-            arguments, env=variables, capture_output=True, text=True, timeout=_SECONDS
+            words, env=variables, capture_output=True, text=True, timeout=_SECONDS
         )
         if done.returncode:
             error = CommunicationError(

@@ -1,4 +1,4 @@
-"""`tparmpi bench`: measure this cluster, beside what MPI does in the same run."""
+"""`tparmpi bench collectives`: measure each collective beside MPI's own call."""
 
 from __future__ import annotations
 
@@ -28,7 +28,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "ledger cost and gain. Start it as the job would be: mpirun -n 2 tparmpi "
         "bench collectives."
     )
-    parser.add_argument("what", choices=["collectives"], help="what to measure")
     parser.add_argument(
         "--sizes",
         default=_SIZES,
@@ -37,13 +36,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--calls", metavar="NAME,…", help="only these calls; all if not given"
-    )
-    parser.add_argument(
-        "--seconds",
-        type=float,
-        default=1.0,
-        metavar="S",
-        help="time for each measurement, about (%(default)s)",
     )
     parser.add_argument(
         "--only-calls",
@@ -68,9 +60,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="measure all_reduce of another library too: a program started on each "
         "rank, such as tests/peers/gloo.py",
     )
-    parser.add_argument(
-        "--json", action="store_true", help="print one line of JSON, not tables"
-    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -79,8 +68,6 @@ def run(arguments: argparse.Namespace) -> int:
 
     sizes = [_bytes(size) for size in arguments.sizes.split(",")]
     largest = _bytes(arguments.largest)
-    if arguments.seconds <= 0:
-        raise UsageError(f"bench: --seconds must be positive, not {arguments.seconds}")
 
     from tparmpi.comm import measure
     from tparmpi.comm.runtime import library, world

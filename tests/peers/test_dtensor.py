@@ -1,0 +1,31 @@
+"""Small operators are faster than those of PyTorch's DTensor, on two ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.launch import run, tparmpi
+
+PROGRAM = Path(__file__).with_name("dtensor.py")
+TIMES = 1.3
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(300)
+def test_faster_than_dtensor(tmp_path):
+    python = os.environ.get("TPARMPI_TORCH")
+    if python is None:
+        pytest.skip("TPARMPI_TORCH names no Python that has torch")
+    peers = f"--peers={python} {PROGRAM}"
+    job = run(tparmpi(2, "bench", "dispatch", peers, "--json"), cwd=tmp_path, limit=240)
+    assert job.code == 0, job.err
+    report = json.loads(job.out)
+    ratios = [
+        theirs / ours["us"]
+        for ours, theirs in zip(report["calls"], report["peers"]["us"], strict=True)
+    ]
+    assert min(ratios) >= TIMES, report

@@ -1,0 +1,43 @@
+"""`tparmpi bench`: measure this cluster, beside what MPI and NumPy do in turns."""
+
+from __future__ import annotations
+
+import argparse
+
+from tparmpi.cli.bench import collectives, dispatch
+
+SUMMARY = "measure collectives and operators beside MPI's and NumPy's"
+
+_WHAT = {"collectives": collectives, "dispatch": dispatch}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments. Local."""
+    parser.description = (
+        "Measures this cluster, and beside it, in turns in the same run, what the "
+        "library rests on. Start it as the job would be: mpirun -n 2 tparmpi bench "
+        "collectives."
+    )
+    choices = parser.add_subparsers(dest="what", metavar="WHAT", required=True)
+    for name, command in _WHAT.items():
+        chosen = choices.add_parser(name, help=command.SUMMARY, allow_abbrev=False)
+        chosen.add_argument(
+            "--seconds",
+            type=float,
+            default=1.0,
+            metavar="S",
+            help="time for each measurement, about (%(default)s)",
+        )
+        chosen.add_argument(
+            "--json", action="store_true", help="print one line of JSON, not tables"
+        )
+        command.add_arguments(chosen)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the command; returns the exit code. Collective over all ranks."""
+    from tparmpi.errors import UsageError
+
+    if arguments.seconds <= 0:
+        raise UsageError(f"bench: --seconds must be positive, not {arguments.seconds}")
+    return _WHAT[arguments.what].run(arguments)
