@@ -1,6 +1,14 @@
 """Cases of every operator: operands, and the NumPy function it must equal."""
 
-from tests.cases import arithmetic, contraction, network, reductions, shape
+from tests.cases import (
+    arithmetic,
+    contraction,
+    indexing,
+    network,
+    rearranging,
+    reductions,
+    shape,
+)
 from tests.cases.case import Case
 
 CASES: list[Case] = [
@@ -8,5 +16,7 @@ CASES: list[Case] = [
     *contraction.CASES,
     *reductions.CASES,
     *shape.CASES,
+    *indexing.CASES,
+    *rearranging.CASES,
     *network.CASES,
 ]

@@ -1,8 +1,26 @@
 """The operators. Importing this package fills the registry."""
 
-from tparmpi.ops.arithmetic import add, cast, dropout, gelu, mul, scale, sub
+from tparmpi.ops.arithmetic import (
+    add,
+    cast,
+    dropout,
+    gelu,
+    mul,
+    scale,
+    sub,
+)
 from tparmpi.ops.contraction import einsum, linear, matmul
 from tparmpi.ops.extrema import argmax, argmin, max, min
+from tparmpi.ops.indexing import (
+    gather,
+    getitem,
+    one_hot,
+    scatter_add,
+    take,
+    tril,
+    triu,
+)
+from tparmpi.ops.joining import concat, split, stack
 from tparmpi.ops.network import (
     attention,
     cross_entropy,
@@ -10,8 +28,10 @@ from tparmpi.ops.network import (
     layer_norm,
     softmax,
 )
+from tparmpi.ops.rearranging import pad, repeat, roll, sort, topk
 from tparmpi.ops.reductions import all, any, cumsum, mean, sum
-from tparmpi.ops.shape import concat, reshape, split, transpose
+from tparmpi.ops.shape import expand, reshape, swap, transpose
+from tparmpi.ops.slicing import expand_dims, flip, squeeze
 from tparmpi.ops.statistics import logsumexp, norm, prod, std, var
 
 __all__ = [
@@ -28,7 +48,12 @@ __all__ = [
     "dropout",
     "einsum",
     "embedding",
+    "expand",
+    "expand_dims",
+    "flip",
+    "gather",
     "gelu",
+    "getitem",
     "layer_norm",
     "linear",
     "logsumexp",
@@ -38,14 +63,27 @@ __all__ = [
     "min",
     "mul",
     "norm",
+    "one_hot",
+    "pad",
     "prod",
+    "repeat",
     "reshape",
+    "roll",
     "scale",
+    "scatter_add",
     "softmax",
+    "sort",
     "split",
+    "squeeze",
+    "stack",
     "std",
     "sub",
     "sum",
+    "swap",
+    "take",
+    "topk",
     "transpose",
+    "tril",
+    "triu",
     "var",
 ]

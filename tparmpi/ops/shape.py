@@ -1,27 +1,41 @@
-"""Operators that move elements and change none."""
+"""Other shapes for the same elements: reshape, transpose, expand."""
 
 from __future__ import annotations
 
 import string
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import accumulate, pairwise
 from math import prod
 from operator import mul
 from typing import Any
 
+from tparmpi.backend import dtypes
 from tparmpi.errors import ShapeError
 from tparmpi.ops.reductions import normalize_dims
+from tparmpi.sharding import Move, Shard, Span, bind, chunks_over, find_moves
 from tparmpi.tensors import Plan, Tensor, method, operator
+from tparmpi.tensors.moves import carry, carry_back, moving_group
 
 
 def _reshape_rule(
-    x: tuple[int, ...], *, shape: tuple[int, ...]
+    x: tuple[int, ...], *, shape: tuple[int, ...], moved: bool = False
 ) -> tuple[str, dict[str, int]]:
     """Factor both shapes at the common boundaries of their cumulative products.
 
     A dim that is one factor on both sides may be sharded; of a split or merged dim, the
-    leading factor. Where the boundaries do not nest, all dims must be whole.
+    leading factor. Where the boundaries do not nest, all dims must be whole. With the
+    attribute `moved` the first dims may be sharded, and only they.
     """
+    if moved:
+        letters = iter(string.ascii_letters[1:])
+        sizes = {"a": shape[0]}
+        text = "<a>" + "".join(f"[{next(letters)}]" for _ in x[1:]) + "-><a>"
+        for size in shape[1:]:
+            letter = next(letters)
+            sizes[letter] = size
+            text += letter
+        return text, sizes
     ends = sorted({*accumulate(x, mul), *accumulate(shape, mul)})
     nested = 0 not in x and all(b % a == 0 for a, b in pairwise(ends))
     if not nested:
@@ -54,15 +68,66 @@ def _written(shape: tuple[int, ...], factors: list[tuple[int, int, str]]) -> str
     return text
 
 
+def _reshape_moves(plan: Plan, group: Any) -> tuple[Move, ...]:
+    """Members hold runs of the elements in C order, before and after."""
+    (x,), (y,) = plan.inputs, plan.outputs
+    held = tuple(
+        tuple(
+            (offset * prod(spec.shape[1:]), size * prod(spec.shape[1:]))
+            for offset, size in chunks_over(spec.shape[0], group.size)
+        )
+        for spec in (x, y)
+    )
+    everything = (Span(0, 0, prod(x.shape)),)
+    return find_moves(everything, held[:1], held[1:], group.rank)
+
+
+def _moved_group(plan: Plan) -> Any:
+    return moving_group(plan, "a") if plan.attributes["moved"] else None
+
+
 @operator(_reshape_rule, name="reshape", linear=(0,), view=True)
 def _reshape(plan: Plan, x: Any) -> Any:
     """Return `x` with the same elements in the attribute `shape`."""
-    return x.reshape(plan.outputs[0].local_shape), None
+    shape = plan.outputs[0].local_shape
+    group = _moved_group(plan)
+    if group is None:
+        return x.reshape(shape), None
+    made = plan.backend.empty(shape, x.dtype)
+    moves = _reshape_moves(plan, group)
+    carry(group, moves, [x.reshape(-1)], [made.reshape(-1)], 0)
+    return made, None
 
 
 @_reshape.define_backward
 def _(plan: Plan, saved: Any, grad: Any, wanted: tuple[bool, ...]) -> Any:
-    return (grad.reshape(plan.inputs[0].local_shape),)
+    shape = plan.inputs[0].local_shape
+    group = _moved_group(plan)
+    if group is None:
+        return (grad.reshape(shape),)
+    made = plan.backend.empty(shape, grad.dtype)
+    moves = _reshape_moves(plan, group)
+    carry_back(group, moves, [grad.reshape(-1)], [made.reshape(-1)], 0)
+    return (made,)
+
+
+@lru_cache(maxsize=4096)
+def _keeps_first(x: tuple[int, ...], shape: tuple[int, ...], members: int) -> bool:
+    """Whether the first dim may stay split over `members` where it lies."""
+    text, sizes = _reshape_rule(x, shape=shape)
+    rule = bind(text, [x], "reshape", sizes)
+    factors = rule.operands[0][0]
+    return bool(factors) and rule.shardable(factors[0], (members,))
+
+
+def _must_move(x: Tensor, shape: tuple[int, ...]) -> bool:
+    """Whether only the first dim is split, over one axis, and cannot stay so."""
+    if not x.shape or not shape:
+        return False
+    splits = [i for i, p in enumerate(x.layout) if isinstance(p, Shard)]
+    if len(splits) != 1 or x.layout[splits[0]] != Shard(0):
+        return False
+    return not _keeps_first(x.shape, shape, x.spec.place.shape[splits[0]])
 
 
 @method
@@ -70,8 +135,10 @@ def reshape(x: Tensor, shape: tuple[int, ...]) -> Tensor:
     """Return the elements of `x`, in C order, in another shape.
 
     Of a dim that is split or merged only the leading factor may be sharded, and its
-    size must divide by the members that share it; otherwise the tensor is gathered (a
-    warning says so).
+    size must divide by the members that share it. Otherwise, where the first dim is the
+    only one that is sharded, by one axis, members exchange what they need for their
+    chunks of the new first dim; in all other cases the tensor is gathered (a warning
+    says so).
 
     Parameters
     ----------
@@ -93,7 +160,7 @@ def reshape(x: Tensor, shape: tuple[int, ...]) -> Tensor:
             f"reshape: a tensor of shape {x.shape} has {x.size} elements, which do not "
             f"fit the shape {tuple(shape)}"
         )
-    result: Tensor = _reshape(x, shape=wanted)
+    result: Tensor = _reshape(x, shape=wanted, moved=_must_move(x, wanted))
     return result
 
 
@@ -134,105 +201,92 @@ def transpose(x: Tensor, dims: Sequence[int] | None = None) -> Tensor:
     return result
 
 
-def _split_rule(
-    x: tuple[int, ...], *, sizes: tuple[int, ...], dim: int
+@method
+def swap(x: Tensor, dim0: int, dim1: int) -> Tensor:
+    """Return `x` with two dims in each other's place. Local.
+
+    Raises
+    ------
+    ShapeError
+        If a dim does not exist.
+    """
+    (first,) = normalize_dims(x, dim0, "swap")
+    (second,) = normalize_dims(x, dim1, "swap")
+    order = list(range(x.ndim))
+    order[first], order[second] = second, first
+    return transpose(x, order)
+
+
+def _expand_rule(
+    x: tuple[int, ...], *, shape: tuple[int, ...]
 ) -> tuple[str, dict[str, int]]:
-    letters = string.ascii_lowercase[: len(x)]
-    parts = string.ascii_uppercase
-    if len(sizes) > len(parts):
-        raise ShapeError(f"split: at most {len(parts)} parts, not {len(sizes)}")
-    marked = f"{letters[:dim]}[{letters[dim]}]{letters[dim + 1 :]}"
-    outputs = [marked.replace(letters[dim], part) for part in parts[: len(sizes)]]
-    return f"{marked}->{','.join(outputs)}", dict(zip(parts, sizes, strict=False))
+    """A repeated dim has a letter in the output only."""
+    sizes = {}
+    operand, output = "", ""
+    missing = len(shape) - len(x)
+    for number, (letter, size) in enumerate(
+        zip(string.ascii_letters, shape, strict=False)
+    ):
+        output += letter
+        if number < missing or x[number - missing] != size:
+            sizes[letter] = size
+            operand += "1" if number >= missing else ""
+        else:
+            operand += letter
+    return f"{operand}->{output}", sizes
 
 
-@operator(_split_rule, name="split", linear=(0,), view=True)
-def _split(plan: Plan, x: Any) -> Any:
-    """Return pieces of `x` along the attribute `dim`, of the attribute `sizes`."""
-    ends = list(accumulate(plan.attributes["sizes"]))
-    pieces = plan.xp.split(x, ends[:-1], axis=plan.attributes["dim"])
-    return (pieces[0] if len(pieces) == 1 else tuple(pieces)), None
+@operator(_expand_rule, name="expand", linear=(0,), view=True)
+def _expand(plan: Plan, x: Any) -> Any:
+    """Return `x` repeated to the attribute `shape`."""
+    return plan.xp.broadcast_to(x, plan.outputs[0].local_shape), None
 
 
-@_split.define_backward
+@_expand.define_backward
 def _(plan: Plan, saved: Any, grad: Any, wanted: tuple[bool, ...]) -> Any:
-    pieces = grad if isinstance(grad, tuple) else (grad,)
-    return (plan.xp.concatenate(pieces, axis=plan.attributes["dim"]),)
+    before, after = plan.inputs[0], plan.outputs[0]
+    missing = len(after.shape) - len(before.shape)
+    repeated = tuple(
+        number
+        for number, size in enumerate(after.shape)
+        if number < missing or before.shape[number - missing] != size
+    )
+    total = grad.sum(axis=repeated, dtype=dtypes.accumulation_dtype(grad.dtype))
+    return (total.astype(grad.dtype, copy=False).reshape(before.local_shape),)
 
 
 @method
-def split(x: Tensor, sizes: int | Sequence[int], dim: int = 0) -> tuple[Tensor, ...]:
-    """Return pieces of `x` along `dim`, which must not be sharded.
+def expand(x: Tensor, shape: Sequence[int]) -> Tensor:
+    """Return `x` repeated along dims of size 1, and along new leading ones. Local.
+
+    As NumPy's ``broadcast_to``; repeated dims are whole on every member, and nothing is
+    copied.
 
     Parameters
     ----------
-    sizes
-        The pieces' sizes, or a number of equal pieces.
+    shape
+        That of the result; -1 keeps a dim as it is.
 
     Raises
     ------
     ShapeError
-        If the sizes do not add up.
+        If `x` does not broadcast to the shape.
     """
-    (dim,) = normalize_dims(x, dim, "split")
-    length = x.shape[dim]
-    if isinstance(sizes, int):
-        if sizes < 1 or length % sizes:
-            raise ShapeError(
-                f"split: dim {dim} of size {length} has no {sizes} equal pieces"
-            )
-        sizes = (length // sizes,) * sizes
-    sizes = tuple(sizes)
-    if sum(sizes) != length or min(sizes) < 0:
-        raise ShapeError(f"split: {sizes} do not add up to dim {dim} of size {length}")
-    pieces = _split(x, sizes=sizes, dim=dim)
-    return pieces if isinstance(pieces, tuple) else (pieces,)
-
-
-def _concat_rule(*shapes: tuple[int, ...], dim: int) -> tuple[str, dict[str, int]]:
-    letters = string.ascii_lowercase[: len(shapes[0])]
-    marked = f"{letters[:dim]}[{letters[dim]}]{letters[dim + 1 :]}"
-    parts = string.ascii_uppercase[:-1]
-    if len(shapes) > len(parts):
-        raise ShapeError(f"concat: at most {len(parts)} operands, not {len(shapes)}")
-    operands = [marked.replace(letters[dim], part) for part in parts[: len(shapes)]]
-    total = sum(shape[dim] for shape in shapes)
-    return f"{','.join(operands)}->{marked.replace(letters[dim], 'Z')}", {"Z": total}
-
-
-@operator(_concat_rule, name="concat", additive=True)
-def _concat(plan: Plan, *operands: Any) -> Any:
-    """Return the operands joined along the attribute `dim`."""
-    return plan.xp.concatenate(operands, axis=plan.attributes["dim"]), None
-
-
-@_concat.define_backward
-def _(plan: Plan, saved: Any, grad: Any, wanted: tuple[bool, ...]) -> Any:
-    dim = plan.attributes["dim"]
-    ends = list(accumulate(spec.shape[dim] for spec in plan.inputs))
-    pieces = plan.xp.split(grad, ends[:-1], axis=dim)
-    return tuple(
-        piece if want else None for piece, want in zip(pieces, wanted, strict=True)
+    wanted = tuple(int(size) for size in shape)
+    missing = len(wanted) - x.ndim
+    found = tuple(
+        x.shape[i - missing] if size == -1 and i >= missing else size
+        for i, size in enumerate(wanted)
     )
-
-
-def concat(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
-    """Return the tensors joined along `dim`, which must not be sharded.
-
-    Raises
-    ------
-    ShapeError
-        If there are none, or their other dims differ.
-    """
-    tensors = tuple(tensors)
-    if not tensors:
-        raise ShapeError("concat: there are no tensors to join")
-    (dim,) = normalize_dims(tensors[0], dim, "concat")
-    for number, tensor in enumerate(tensors):
-        if tensor.ndim != tensors[0].ndim:
-            raise ShapeError(
-                f"concat: operand {number} has {tensor.ndim} dims, "
-                f"operand 0 has {tensors[0].ndim}"
-            )
-    result: Tensor = _concat(*tensors, dim=dim)
+    fits = missing >= 0 and all(size >= 0 for size in found)
+    if not fits or any(
+        has not in (1, size) for has, size in zip(x.shape, found[missing:], strict=True)
+    ):
+        raise ShapeError(
+            f"expand: a tensor of shape {x.shape} cannot be repeated to {wanted}: from "
+            "the right, each of its dims must be 1 or the size wanted"
+        )
+    if found == x.shape:
+        return x
+    result: Tensor = _expand(x, shape=found)
     return result

@@ -8,6 +8,7 @@ from tparmpi.sharding.chunks import (
     elements,
     smallest_chunk,
 )
+from tparmpi.sharding.moves import End, Move, Span, chunks_over, find_moves
 from tparmpi.sharding.placements import (
     PARTIAL,
     REPLICATE,
@@ -30,7 +31,9 @@ __all__ = [
     "WHOLE",
     "Candidate",
     "Choice",
+    "End",
     "Layout",
+    "Move",
     "Operand",
     "Partial",
     "Placement",
@@ -38,6 +41,7 @@ __all__ = [
     "Route",
     "Rule",
     "Shard",
+    "Span",
     "Step",
     "Traits",
     "bind",
@@ -45,7 +49,9 @@ __all__ = [
     "choose",
     "chunk",
     "chunk_sizes",
+    "chunks_over",
     "elements",
+    "find_moves",
     "find_route",
     "replicated",
     "sharding_axes",
