@@ -6,7 +6,7 @@ from itertools import product
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tparmpi.errors import ShapeError, ShardingError
@@ -277,55 +277,3 @@ def test_the_choice_is_joint_over_axes():
     choice = chosen("btk,kn->btn", [x, w], (2, 2))
     assert choice.outputs == ((Shard(0), Shard(2)),)
     assert choice.operand_gradients == ((Shard(0), P), (P, Shard(1)))
-
-
-PLACEMENTS = [R, P, Shard(0), Shard(1)]
-
-
-@settings(max_examples=200, deadline=None)
-@given(st.data())
-def test_a_choice_moves_no_more_than_any_other_layout_would(data):
-    """Exhaustive search over all layouts of both operands on two axes.
-
-    Only layouts that keep some operand's placement count: an operator never splits a
-    tensor that nobody split.
-    """
-    sizes = data.draw(st.sampled_from([(2, 2), (2, 3), (4, 2)]))
-    shapes = [(6, 8), (8, 10)]
-    drawn = [
-        tuple(data.draw(st.sampled_from(PLACEMENTS)) for _ in sizes) for _ in shapes
-    ]
-    operands = [operand(s, layout) for s, layout in zip(shapes, drawn, strict=True)]
-    traits = Traits((0, 1))
-    choice = chosen("mk,kn->mn", operands, sizes, traits)
-    cost = sum(route.cost for route in choice.routes)
-    legal = [
-        (R, R),
-        (Shard(0), R),
-        (R, Shard(1)),
-        (Shard(1), Shard(0)),
-        (P, R),
-        (R, P),
-    ]
-    best = None
-    for combination in product(legal, repeat=len(sizes)):
-        if any(
-            pair != (R, R)
-            and all(p == R or p != q[a] for p, q in zip(pair, drawn, strict=True))
-            for a, pair in enumerate(combination)
-        ):
-            continue
-        total, silent = 0, True
-        for number, (shape, layout) in enumerate(zip(shapes, drawn, strict=True)):
-            target = tuple(pair[number] for pair in combination)
-            route = find_route(shape, sizes, layout, target)
-            if route is None:
-                break
-            total += route.cost
-            silent &= route.is_silent(sizes)
-        else:
-            if silent and (best is None or total < best):
-                best = total
-    if best is not None and not choice.gathered:
-        assert cost <= best
-    assert best is None or not choice.gathered
