@@ -278,6 +278,36 @@ def test_both_send_and_receive(way, nbytes):
         group.send(own, 0)
 
 
+def test_several_arrays_in_one_message(way):
+    """Of any shapes and dtypes, none at all too, in the order they were sent."""
+    group = way.group([2, 0, 1])
+    if not group.is_member:
+        return
+    me = group.rank
+    to, source = (me + 1) % 3, (me - 1) % 3
+    arrays = [
+        np.arange(70_000.0).reshape(7, -1) + me,
+        np.array(me, np.int8),
+        np.empty((0, 3), np.float32),
+        np.arange(6).reshape(2, 3).T * me,
+    ]
+    for count in (4, 0, 1):
+        wanted = group.start.recv_arrays(source)
+        sent = group.start.send_arrays([way.put(a) for a in arrays[:count]], to)
+        got = wanted.wait()
+        sent.wait()
+        assert len(got) == count
+        for found, own in zip(got, arrays, strict=False):
+            found = way.fetch(found)
+            assert (found.shape, found.dtype) == (own.shape, own.dtype)
+    arrays[0] += source - me
+    if me == 0:
+        group.send_arrays(arrays[:1], 1)
+    elif me == 1:
+        (got,) = group.recv_arrays(0)
+        assert np.array_equal(way.fetch(got), arrays[0])
+
+
 def test_objects_and_barriers(way, group):
     if not group.is_member:
         return

@@ -217,6 +217,22 @@ class Collectives(Members):
         call = self.begin_message("recv", source, self.rank)
         return call.run(operations.recv, source, out)
 
+    def send_arrays(self, arrays: Sequence[Array], to: int) -> None:
+        """Send arrays to member `to`, which calls `recv_arrays`.
+
+        Collective over the two. It may wait for the receiver, whatever the sizes.
+        """
+        call = self.begin_message("send_arrays", self.rank, to)
+        call.run(operations.send_arrays, arrays, to)
+
+    def recv_arrays(self, source: int) -> list[Array]:
+        """Return the next arrays that member `source` sends together.
+
+        Collective over the two. Their number, shapes and dtypes are the sender's.
+        """
+        call = self.begin_message("recv_arrays", source, self.rank)
+        return call.run(operations.recv_arrays, source)
+
     def barrier(self) -> None:
         """Return when every member has called it."""
         self.begin("barrier").run(operations.barrier)

@@ -41,6 +41,8 @@ _ARGUMENTS: dict[str, Sequence[str]] = {
     "scatter": ("value", "root", "dim"),
     "send": ("value", "to"),
     "recv": ("source",),
+    "send_arrays": ("arrays", "to"),
+    "recv_arrays": ("source",),
     "barrier": (),
     "broadcast_object": ("value", "root"),
     "all_gather_object": ("value",),
@@ -48,7 +50,12 @@ _ARGUMENTS: dict[str, Sequence[str]] = {
 # The dim whose length is each member's own.
 _OWN_LENGTH = {"all_gather": "dim", "gather": "dim", "all_to_all": "concat_dim"}
 # The two sides of a message are one call.
-_MESSAGES = frozenset({"send", "recv"})
+_SIDES = {
+    "send": "message",
+    "recv": "message",
+    "send_arrays": "messages",
+    "recv_arrays": "messages",
+}
 
 
 def header_of(kind: str, arguments: Sequence[Any]) -> Header:
@@ -75,6 +82,8 @@ def _plain(name: str, value: Any) -> Any:
     """An argument, or what is compared of an array."""
     if name == "array" and not hasattr(value, "dtype"):
         value = np.asarray(value)
+    if name == "arrays":
+        return len(value)
     if name in ("array", "value"):
         return (value.dtype, value.shape) if hasattr(value, "dtype") else None
     return tuple(value) if name == "sizes" and value is not None else value
@@ -84,7 +93,7 @@ def _plain(name: str, value: Any) -> Any:
 def _described(kind: str, arguments: tuple[Any, ...]) -> tuple[tuple[Any, ...], str]:
     """What is compared of a call, and its text."""
     given = dict(zip(_ARGUMENTS[kind], arguments, strict=False))
-    compared: list[Any] = ["message" if kind in _MESSAGES else kind]
+    compared: list[Any] = [_SIDES.get(kind, kind)]
     shown = []
     for name, value in given.items():
         if name in ("array", "value"):
@@ -96,7 +105,7 @@ def _described(kind: str, arguments: tuple[Any, ...]) -> tuple[tuple[Any, ...], 
                     compared.append((dtype, _without(shape, given, kind)))
         else:
             shown.append(f"{name}={value}")
-            if kind not in _MESSAGES:
+            if kind not in _SIDES:
                 compared.append(value)
     return tuple(compared), f"{kind}({', '.join(shown)})"
 

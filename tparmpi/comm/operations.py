@@ -185,6 +185,32 @@ def recv(call: Call, source: int, out: Array | None) -> Steps[Array]:
     return call.give_out(received, out)
 
 
+def send_arrays(call: Call, arrays: Sequence[Array], to: int) -> Steps[None]:
+    """See `Collectives.send_arrays`."""
+    link = call.link
+    assert link is not None
+    count, _ = objects.pack(len(arrays))
+    pending = link.pending()
+    link.send(pending, count, to, MESSAGE)
+    yield pending
+    for array in arrays:
+        data = call.take_in(array)
+        call.sent += data.nbytes
+        yield from send_array(link, data, to, MESSAGE)
+
+
+def recv_arrays(call: Call, source: int) -> Steps[list[Array]]:
+    """See `Collectives.recv_arrays`."""
+    assert call.link is not None
+    count = objects.frame_for()
+    yield from _receive(call.link, count, source, MESSAGE)
+    received = []
+    for _ in range(objects.unpack(count, objects.body_for(count))):
+        data = yield from receive_array(call, source, MESSAGE)
+        received.append(call.give_out(data))
+    return received
+
+
 def barrier(call: Call) -> Steps[None]:
     """See `Collectives.barrier`."""
     if call.link is not None:

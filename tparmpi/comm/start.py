@@ -110,6 +110,16 @@ class Start:
         call = self._place.begin_message("recv", source, self._place.rank)
         return call.start(operations.recv, source, out)
 
+    def send_arrays(self, arrays: Sequence[Array], to: int) -> Handle[None]:
+        """Start `Collectives.send_arrays`. Local."""
+        call = self._place.begin_message("send_arrays", self._place.rank, to)
+        return call.start(operations.send_arrays, arrays, to)
+
+    def recv_arrays(self, source: int) -> Handle[list[Array]]:
+        """Start `Collectives.recv_arrays`. Local."""
+        call = self._place.begin_message("recv_arrays", source, self._place.rank)
+        return call.start(operations.recv_arrays, source)
+
     def barrier(self) -> Handle[None]:
         """Start `Collectives.barrier`: done when every member has started it. Local."""
         return self._place.begin("barrier").start(operations.barrier)

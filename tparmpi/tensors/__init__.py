@@ -9,6 +9,7 @@ from tparmpi.tensors.registry import method, methods, registry
 from tparmpi.tensors.spec import Spec, spec_of
 from tparmpi.tensors.tape import no_grad, no_implicit_gather
 from tparmpi.tensors.tensor import Tensor
+from tparmpi.tensors.transfer import to
 
 __all__ = [
     "FactorShard",
@@ -27,4 +28,5 @@ __all__ = [
     "registry",
     "spec_of",
     "tensor",
+    "to",
 ]
