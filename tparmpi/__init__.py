@@ -93,13 +93,18 @@ from tparmpi.ops import (
 )
 from tparmpi.sharding import Partial, Replicate, Shard
 from tparmpi.tensors import (
+    Deferred,
     Tensor,
+    backward,
     from_local,
+    grad,
     no_grad,
     no_implicit_gather,
     operator,
     random,
+    recompute,
     tensor,
+    value_and_grad,
 )
 
 __version__ = "0.1.0"
@@ -127,6 +132,7 @@ __all__ = [
     "CollectiveMismatchError",
     "CommunicationError",
     "DataError",
+    "Deferred",
     "Device",
     "DeviceError",
     "DeviceSettings",
@@ -150,6 +156,7 @@ __all__ = [
     "argmax",
     "argmin",
     "attention",
+    "backward",
     "cast",
     "checkpoint",
     "concat",
@@ -167,6 +174,7 @@ __all__ = [
     "gather",
     "gelu",
     "getitem",
+    "grad",
     "group",
     "init",
     "layer_norm",
@@ -192,6 +200,7 @@ __all__ = [
     "parallel",
     "prod",
     "random",
+    "recompute",
     "repeat",
     "reshape",
     "roll",
@@ -213,6 +222,7 @@ __all__ = [
     "transpose",
     "tril",
     "triu",
+    "value_and_grad",
     "var",
     "world",
 ]

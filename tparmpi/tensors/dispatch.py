@@ -15,7 +15,7 @@ from tparmpi.tensors.contract import check_forward
 from tparmpi.tensors.plan import Plan
 from tparmpi.tensors.redistribute import follow
 from tparmpi.tensors.spec import describe_layout
-from tparmpi.tensors.tape import Leaf, Node, Regather, mode
+from tparmpi.tensors.tape import Kept, Leaf, Node, OperatorCall, mode
 from tparmpi.tensors.tensor import Tensor
 
 if TYPE_CHECKING:
@@ -118,22 +118,24 @@ def _device_of(operands: Sequence[Tensor]) -> Any:
 def _record(
     plan: Plan, saved: Any, operands: Sequence[Tensor], arrays: list[Any]
 ) -> Node:
+    if mode.watching is not None:
+        return mode.watching.see(operands)  # type: ignore[no-any-return]
     versions = [(o.cell, o.cell[0]) for o in operands if o.cell is not None]
     for number, (operand, array) in enumerate(zip(operands, arrays, strict=True)):
         if operand.regather is not None:
             layout = plan.inputs[number].layout
-            kept = operand.regather.bound_for(layout, array.dtype)
+            kept = Kept(operand.regather.bound_for(layout, array.dtype), number)
             saved = _without(saved, array, kept)
     parents: tuple[tuple[Node | Leaf, int] | None, ...] = tuple(
         None if o.node is None else (o.node, o.slot) for o in operands
     )
-    return Node(plan, saved, parents, versions)
+    return OperatorCall(plan, saved, parents, versions)
 
 
-def _without(saved: Any, array: Any, instead: Regather) -> Any:
+def _without(saved: Any, array: Any, instead: Kept) -> Any:
     """`saved` with `array` replaced by what gathers it again."""
     if saved is array:
-        instead.readers += 1
+        instead.regather.readers += 1
         return instead
     if type(saved) is tuple:
         return tuple(_without(item, array, instead) for item in saved)

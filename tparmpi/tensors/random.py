@@ -68,6 +68,30 @@ def current() -> scope:
     return _scopes[-1]
 
 
+State = tuple[int, int, int | None, dict[str, int]]
+
+
+def state() -> State:
+    """Return what the next numbers drawn depend on, for `replay`. Local."""
+    now = current()
+    return now.seed, now.step, now.rows, dict(now.calls)
+
+
+class replay:
+    """Context in which the numbers that followed a `state` are drawn once more."""
+
+    def __init__(self, state: State) -> None:
+        seed, step, rows, calls = state
+        self._scope = scope(seed, step, rows)
+        self._scope.calls = dict(calls)
+
+    def __enter__(self) -> None:
+        _scopes.append(self._scope)
+
+    def __exit__(self, *_: object) -> None:
+        _scopes.pop()
+
+
 def keep_mask(key: Key, spec: Spec, p: float, rows: int | None) -> Any:
     """Return this rank's block of a mask that is False with probability `p`. Local.
 

@@ -9,8 +9,9 @@ operators is reduced once, whatever layouts they read it in.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import count
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -21,7 +22,15 @@ from tparmpi.tensors.plan import Plan
 from tparmpi.tensors.redistribute import redistribute
 from tparmpi.tensors.spec import Spec
 
+if TYPE_CHECKING:
+    from tparmpi.tensors.passes import Pass
+
 _order = count()
+
+
+def next_order() -> int:
+    """Return the position in the program of what is recorded next. Local."""
+    return next(_order)
 
 
 class Slot:
@@ -105,11 +114,17 @@ class Leaf:
     """The end of the tape at a tensor whose gradient is wanted.
 
     Gradients stay pending here: everything is pooled locally, never reduced.
+
+    Attributes
+    ----------
+    is_parameter
+        Whether its gradient may be left for later.
     """
 
-    __slots__ = ("order", "slots")
+    __slots__ = ("is_parameter", "order", "slots")
 
-    def __init__(self, spec: Spec) -> None:
+    def __init__(self, spec: Spec, is_parameter: bool = False) -> None:
+        self.is_parameter = is_parameter
         self.order = -1
         self.slots = (Slot(spec),)
 
@@ -182,8 +197,37 @@ class Regather:
         return array
 
 
+class Kept:
+    """Stands for one operand in what a call saved.
+
+    Attributes
+    ----------
+    regather
+        Gathers the operand's array again.
+    number
+        Which operand it is.
+    """
+
+    __slots__ = ("number", "regather")
+
+    def __init__(self, regather: Regather, number: int) -> None:
+        self.regather = regather
+        self.number = number
+
+    def stand_in(self) -> Any:
+        """Return zeros of the array's shape, which take no memory. Local."""
+        regather = self.regather
+        spec = regather.spec.with_layout(regather.layout)
+        xp = spec.place.backend.xp
+        return xp.broadcast_to(xp.zeros((), regather.dtype), spec.local_shape)
+
+
+Parent = tuple["Node | Leaf", int]
+"""Where a gradient goes on to: a node and the number of one of its slots."""
+
+
 class Node:
-    """One operator call on the tape.
+    """A step of the program that gradients go back through.
 
     Attributes
     ----------
@@ -191,26 +235,67 @@ class Node:
         Position in the program; the backward pass runs from high to low.
     parents
         For each operand its node and slot number, or None where no gradient is wanted.
+    slots
+        One for each output.
     versions
-        Operands that may be written to by the library, with their version at this call.
+        Operands that may be written to by the library, with their version at this step.
     """
 
-    __slots__ = ("order", "parents", "plan", "saved", "slots", "versions", "wanted")
+    __slots__ = ("order", "parents", "slots", "versions")
+
+    def __init__(
+        self,
+        parents: tuple[Parent | None, ...],
+        outputs: Sequence[Spec] = (),
+        versions: Sequence[tuple[list[int], int]] = (),
+    ) -> None:
+        self.order = next(_order)
+        self.parents = parents
+        self.slots = tuple(map(Slot, outputs))
+        self.versions = versions
+
+    def check(self) -> None:
+        """Raise `AutodiffError` unless the backward of this step can run. Local."""
+        raise NotImplementedError
+
+    def run_backward(self, run: Pass) -> None:
+        """Consume the gradients in the slots; hand gradients to the parents."""
+        raise NotImplementedError
+
+    def check_versions(self, name: str) -> None:
+        """Raise `AutodiffError` if an operand of `name` was written to. Local."""
+        if any(cell[0] != version for cell, version in self.versions):
+            raise AutodiffError(
+                f"backward: an operand of {name} was written to after "
+                "the forward used it; call backward() before the optimizer steps or "
+                "weights are loaded"
+            )
+
+
+def used_already() -> AutodiffError:
+    """Return the error about a part of the tape that is gone. Local."""
+    return AutodiffError(
+        "backward: this part of the tape was used by an earlier backward() and "
+        "is freed; run the forward again"
+    )
+
+
+class OperatorCall(Node):
+    """One operator call on the tape."""
+
+    __slots__ = ("plan", "saved", "wanted")
 
     def __init__(
         self,
         plan: Plan,
         saved: Any,
-        parents: tuple[tuple[Node | Leaf, int] | None, ...],
+        parents: tuple[Parent | None, ...],
         versions: list[tuple[list[int], int]],
     ) -> None:
-        self.order = next(_order)
+        super().__init__(parents, plan.outputs, versions)
         self.plan: Plan | None = plan
         self.saved = saved
-        self.parents = parents
         self.wanted = tuple(parent is not None for parent in parents)
-        self.versions = versions
-        self.slots = tuple(Slot(spec) for spec in plan.outputs)
 
     def check(self) -> None:
         """Raise unless the backward of this call can run. Local.
@@ -222,38 +307,27 @@ class Node:
         """
         plan = self.plan
         if plan is None:
-            raise AutodiffError(
-                "backward: this part of the tape was used by an earlier backward() and "
-                "is freed; run the forward again"
-            )
+            raise used_already()
         if plan.operator.backward is None:
             raise AutodiffError(f"backward: {plan.operator.name} is not differentiable")
-        if any(cell[0] != version for cell, version in self.versions):
-            raise AutodiffError(
-                f"backward: an operand of {plan.operator.name} was written to after "
-                "the forward used it; call backward() before the optimizer steps or "
-                "weights are loaded"
-            )
+        if self.versions:
+            self.check_versions(plan.operator.name)
 
-    def run_backward(self) -> None:
+    def run_backward(self, run: Pass) -> None:
         """Consume the gradients of the outputs; hand gradients to the parents."""
         plan = self.plan
         assert plan is not None
         grads, pending = self._output_gradients(plan)
-        saved = _fetch(self.saved)
+        saved, wanted = self.saved, self.wanted
         self.plan = self.saved = None
-        operator = plan.operator
-        assert operator.backward is not None
-        grad = grads[0] if len(grads) == 1 else grads
-        results = operator.backward(plan, saved, grad, self.wanted)
-        if not plan.backward_checked:
-            check_backward(plan, results, self.wanted)
-            plan.backward_checked = True
-        for number, parent in enumerate(self.parents):
-            if parent is not None:
-                node, slot = parent
-                gradient_layout = plan.gradient_layout(number, pending)
-                node.slots[slot].add(results[number], gradient_layout)
+        if not run.is_plain:
+            wanted, later = run.sort(self)
+            if run.later is not None and True in later:
+                rest = Rest(self, plan, saved, grads, pending, later)
+                run.later.calls.append(rest)
+            if True not in wanted:
+                return
+        hand_on(plan, _fetch(saved), grads, pending, wanted, self.parents)
 
     def _output_gradients(self, plan: Plan) -> tuple[tuple[Any, ...], tuple[bool, ...]]:
         """Gradients of the outputs, and for each axis whether they are "
@@ -284,45 +358,97 @@ class Node:
         return tuple(grads), pending
 
 
-def _fetch(saved: Any) -> Any:
-    if isinstance(saved, Regather):
-        return saved.fetch()
+class Rest(Node):
+    """Gradients of an operator call's operands that were left for later."""
+
+    __slots__ = ("grads", "pending", "plan", "saved", "wanted")
+
+    def __init__(
+        self,
+        call: OperatorCall,
+        plan: Plan,
+        saved: Any,
+        grads: tuple[Any, ...],
+        pending: tuple[bool, ...],
+        wanted: tuple[bool, ...],
+    ) -> None:
+        super().__init__(call.parents, (), call.versions)
+        self.plan = plan
+        self.saved = saved
+        self.grads = grads
+        self.pending = pending
+        self.wanted = wanted
+
+    def check(self) -> None:
+        """Raise `AutodiffError` if an operand was written to since. Local."""
+        self.check_versions(self.plan.operator.name)
+
+    def run_backward(self, run: Pass) -> None:
+        """Hand the gradients to the parents that have waited for them."""
+        saved = _fetch(self.saved, self._spared())
+        hand_on(self.plan, saved, self.grads, self.pending, self.wanted, self.parents)
+
+    def _spared(self) -> int:
+        """Number of the operand whose value its own gradient does not depend on."""
+        if sum(self.wanted) != 1:
+            return -1
+        number = self.wanted.index(True)
+        plan = self.plan
+        dtypes = [spec.dtype for spec in plan.inputs]
+        traits = plan.operator.traits(dtypes, plan.attributes)
+        return number if number in traits.linear else -1
+
+
+def hand_on(
+    plan: Plan,
+    saved: Any,
+    grads: tuple[Any, ...],
+    pending: tuple[bool, ...],
+    wanted: tuple[bool, ...],
+    parents: tuple[Parent | None, ...],
+) -> None:
+    """Run an operator's backward and add the gradients to the parents' slots."""
+    operator = plan.operator
+    assert operator.backward is not None
+    grad = grads[0] if len(grads) == 1 else grads
+    results = operator.backward(plan, saved, grad, wanted)
+    if not plan.backward_checked:
+        check_backward(plan, results, wanted)
+        plan.backward_checked = True
+    for number, parent in enumerate(parents):
+        if parent is not None and wanted[number]:
+            node, slot = parent
+            gradient_layout = plan.gradient_layout(number, pending)
+            node.slots[slot].add(results[number], gradient_layout)
+
+
+def _fetch(saved: Any, spared: int = -1) -> Any:
+    if isinstance(saved, Kept):
+        spare = saved.number == spared
+        return saved.stand_in() if spare else saved.regather.fetch()
     if type(saved) is tuple:
-        return tuple(map(_fetch, saved))
+        return tuple(_fetch(item, spared) for item in saved)
     return saved
 
 
-def nodes_below(root: Node | Leaf) -> list[Node]:
-    """Return all calls that `root` was made from, itself included, latest first.
+class GradientEnd(Node):
+    """The end of the tape at a gradient, whose own gradient there is not.
 
-    Local. Nothing is changed where one of them is refused.
-
-    Raises
-    ------
-    AutodiffError
-        See `Node.check`.
+    Parameters
+    ----------
+    parents
+        What the gradient was derived from.
     """
-    found: dict[int, Node] = {}
-    queue: list[Node | Leaf] = [root]
-    while queue:
-        node = queue.pop()
-        if isinstance(node, Node) and node.order not in found:
-            node.check()
-            found[node.order] = node
-            queue.extend(parent[0] for parent in node.parents if parent is not None)
-    return [found[order] for order in sorted(found, reverse=True)]
 
+    __slots__ = ()
 
-def run(nodes: list[Node]) -> None:
-    """Run the backward pass over `nodes`, the first of which holds the seed.
-
-    Collective over the places of the tensors on the tape.
-    """
-    nodes.reverse()
-    while nodes:
-        node = nodes.pop()
-        node.run_backward()
-        node.parents = ()
+    def check(self) -> None:
+        """Raise `AutodiffError`."""
+        raise AutodiffError(
+            "backward: this is the gradient of something made from a gradient, and "
+            "gradients of gradients are not supported; call detach() on the gradient "
+            "to use it as a constant"
+        )
 
 
 class _Mode:
@@ -332,6 +458,10 @@ class _Mode:
 
     recording = True
     gathering = True
+    regathering = True
+    """Whether what is to be gathered again is not kept."""
+    watching: Any = None
+    """Who is told of the operator calls instead of recording them."""
 
 
 mode = _Mode()

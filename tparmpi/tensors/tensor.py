@@ -11,7 +11,7 @@ import numpy as np
 from tparmpi.backend import MetaArray, dtypes
 from tparmpi.comm import Place
 from tparmpi.errors import AutodiffError, ShapeError, ShardingError, UsageError
-from tparmpi.sharding import REPLICATE, Layout, Placement, Shard, replicated
+from tparmpi.sharding import Layout, Placement, replicated
 from tparmpi.tensors import tape
 from tparmpi.tensors.redistribute import follow, route_to
 from tparmpi.tensors.registry import methods, registry
@@ -143,7 +143,8 @@ class Tensor:
         """The gradient gathered so far by `backward`, or None. Local.
 
         It may be a pending sum (`Partial`) over axes on which this tensor is
-        replicated; `numpy()` or `with_sharding` reduces it.
+        replicated; `numpy()` or `with_sharding` reduces it. What is made from it has no
+        gradient of its own; ``grad.detach()`` is a constant.
         """
         if not isinstance(self.node, tape.Leaf):
             return None
@@ -151,7 +152,9 @@ class Tensor:
         if found is None:
             return None
         array, layout = found
-        return Tensor(self.spec.with_layout(layout), array, self.spec.place)
+        spec = self.spec.with_layout(layout)
+        end = tape.GradientEnd(((self.node, 0),), (spec,))
+        return Tensor(spec, array, self.spec.place, end)
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
@@ -167,7 +170,7 @@ class Tensor:
                     f"grad: the gradient must have the shape {self.shape} and the "
                     f"place of its tensor; its shape is {value.shape}"
                 )
-            slot.add(value.array, value.layout)
+            slot.add(value.array.copy(), value.layout, owned=True)
 
     def take_grad(self, array: Any, layout: Layout) -> None:
         """Make `array`, this rank's block under `layout`, the gradient, and own it."""
@@ -206,35 +209,10 @@ class Tensor:
                 "already; call require_grad() on the tensors it was made from"
             )
         if self.node is None:
-            self.node = tape.Leaf(self.spec)
+            self.node = tape.Leaf(self.spec, self.is_parameter)
             if self.cell is None:
                 self.cell = [0]
         return self
-
-    def backward(self) -> None:
-        """Add to `grad` of all tensors this one was made from, seeded with ones.
-
-        Collective over the places of all tensors on the tape. The tape is freed on the
-        way.
-
-        Raises
-        ------
-        AutodiffError
-            If nothing was recorded, the tape was used before, or a tensor that it needs
-            was written to since.
-        """
-        if self.is_shell:
-            return
-        if self.node is None:
-            raise AutodiffError(
-                "backward: nothing was recorded; call require_grad() on a tensor that "
-                "lives on device.autodiff()"
-            )
-        layout = tuple(p if isinstance(p, Shard) else REPLICATE for p in self.layout)
-        nodes = tape.nodes_below(self.node)
-        seed = tape.ones_like(self.spec.with_layout(layout))
-        self.node.slots[self.slot].add(seed, layout, owned=True)
-        tape.run(nodes)
 
     def detach(self) -> Tensor:
         """Return the same values without their history. Local."""
@@ -300,7 +278,7 @@ class Tensor:
             tensor._host = np.ascontiguousarray(follow(self._host, spec, route))
         else:
             tensor._array = follow(self.array, spec, route)
-            if regather:
+            if regather and tape.mode.regathering:
                 tensor.regather = tape.Regather(self.array, spec, layout, spec.dtype)
         return tensor
 
