@@ -111,13 +111,16 @@ def pad(
 
 def _fitting(x: Tensor, value: Any) -> Any:
     """`value` in the dtype of `x`."""
-    try:
-        if dtypes.promote(x.dtype, value) == x.dtype:
-            return np.asarray(value).astype(x.dtype)[()]
-    except TypeError:
-        pass
+    given = np.asarray(value)
+    if given.ndim == 0 and given.dtype.kind in "biufc":
+        number = given.item()
+        if dtypes.promote(x.dtype, number) == x.dtype:
+            try:
+                return np.asarray(number, x.dtype)[()]
+            except OverflowError:
+                pass
     raise UsageError(
-        f"pad: the value {value} does not fit into {x.dtype}; cast the tensor first"
+        f"pad: the value {value!r} does not fit into {x.dtype}; cast the tensor first"
     )
 
 
