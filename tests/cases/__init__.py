@@ -2,6 +2,7 @@
 
 from tests.cases import (
     arithmetic,
+    attention,
     contraction,
     indexing,
     network,
@@ -19,4 +20,5 @@ CASES: list[Case] = [
     *indexing.CASES,
     *rearranging.CASES,
     *network.CASES,
+    *attention.CASES,
 ]

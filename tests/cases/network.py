@@ -13,13 +13,6 @@ def softmax(x: np.ndarray, axis: int) -> np.ndarray:
     return e / e.sum(axis, keepdims=True)
 
 
-def attention(q, k, v, causal=True):
-    scores = np.einsum("bthe,bshe->bhts", q, k) / np.sqrt(q.shape[-1])
-    if causal:
-        scores = np.where(np.tri(*scores.shape[-2:], dtype=bool), scores, -np.inf)
-    return np.einsum("bhts,bshe->bthe", softmax(scores, -1), v)
-
-
 def layer_norm(x, gain, bias):
     mean = x.mean(-1, keepdims=True)
     variance = ((x - mean) ** 2).mean(-1, keepdims=True)
@@ -47,21 +40,6 @@ CASES = [
         tpm.layer_norm,
         layer_norm,
         [values(2, 3, 5), values(5, seed=1), values(5, seed=2)],
-    ),
-    Case(
-        "attention",
-        tpm.attention,
-        attention,
-        [values(2, 4, 3, 2), values(2, 4, 3, 2, seed=1), values(2, 4, 3, 2, seed=2)],
-        whole={0: {1, 3}, 1: {1, 3}, 2: {1, 3}},
-    ),
-    Case(
-        "attention",
-        lambda q, k, v: tpm.attention(q, k, v, causal=False),
-        lambda q, k, v: attention(q, k, v, False),
-        [values(1, 2, 3, 2), values(1, 4, 3, 2, seed=1), values(1, 4, 3, 2, seed=2)],
-        "full",
-        whole={0: {0, 1, 3}, 1: {0, 1, 3}, 2: {0, 1, 3}},
     ),
     Case(
         "embedding", tpm.embedding, lambda table, ids: table[ids], [values(7, 3), IDS]

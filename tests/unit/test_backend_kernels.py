@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 
 from tparmpi import backend
-from tparmpi.backend import kernels, numpy_attention, numpy_kernels, numpy_updates
+from tparmpi.backend import attention, kernels, numpy_kernels, numpy_updates
 
 CPU = backend.get("cpu")
 PLAIN = SimpleNamespace(
     **{
         name: partial(function, np)
-        for name, function in vars(kernels).items()
+        for name, function in (vars(kernels) | vars(attention)).items()
         if callable(function) and not name.startswith("_")
     }
 )
@@ -68,22 +68,6 @@ def softmax_case(axis, *shape):
     )
 
 
-def attention_case(causal, batch, queries, keys, heads, size, value_size=None):
-    scale = 0.6
-
-    def backward(b, grad, q, k, v):
-        y, saved = b.attention(q, k, v, scale, causal)
-        return b.attention_backward(q, k, v, saved, y, grad, scale, causal)
-
-    return Case(
-        lambda b, q, k, v: b.attention(q, k, v, scale, causal)[0],
-        backward,
-        normal(batch, queries, heads, size, seed=1),
-        normal(batch, keys, heads, size, seed=2),
-        normal(batch, keys, heads, value_size or size, seed=3),
-    )
-
-
 def embedding_case(rows, width, first, *shape, id_type=np.int64):
     ids = np.random.default_rng(5).integers(0, 9, size=shape).astype(id_type)
     return Case(
@@ -121,10 +105,6 @@ SMALL = {
     "softmax last": softmax_case(-1, 2, 3, 5),
     "softmax last by number": softmax_case(2, 2, 3, 5),
     "softmax middle": softmax_case(1, 2, 3, 5),
-    "attention": attention_case(False, 2, 3, 5, 2, 4, 3),
-    "attention causal": attention_case(True, 2, 4, 4, 3, 2),
-    "attention causal, keys before": attention_case(True, 1, 3, 5, 2, 4),
-    "attention one query": attention_case(True, 2, 1, 6, 2, 3),
     "embedding": embedding_case(9, 3, 0, 4, 5),
     "embedding part": embedding_case(4, 3, 2, 4, 5),
     "embedding bytes": embedding_case(5, 2, 4, 7, id_type=np.uint8),
@@ -136,9 +116,6 @@ LARGE = {
     "gelu": gelu_case(3, 70_001),
     "layer_norm": layer_norm_case(5, 67, 390),
     "softmax": softmax_case(-1, 9, 40, 257),
-    "attention": attention_case(False, 2, 150, 75, 3, 8),
-    "attention causal": attention_case(True, 12, 70, 75, 3, 16),
-    "attention many heads": attention_case(False, 2, 130, 1030, 3, 4),
     "embedding": embedding_case(9, 130, 0, 30, 41),
     "embedding part": embedding_case(5, 130, 2, 30, 41),
     "cross-entropy": cross_entropy_case(0, 3000, 5, 23),
@@ -152,11 +129,6 @@ EMPTY = {
     "softmax no rows": softmax_case(-1, 0, 4),
     "softmax no width": softmax_case(-1, 3, 0),
     "softmax middle": softmax_case(1, 2, 3, 0),
-    "attention no batch": attention_case(True, 0, 4, 4, 2, 3),
-    "attention no heads": attention_case(True, 2, 4, 4, 0, 3),
-    "attention no queries": attention_case(True, 2, 0, 4, 2, 3),
-    "attention no keys": attention_case(False, 2, 3, 0, 2, 3),
-    "attention no values": attention_case(False, 2, 3, 4, 2, 3, 0),
     "embedding no rows": embedding_case(0, 3, 2, 4, 5),
     "embedding no ids": embedding_case(4, 3, 2, 0),
     "embedding no width": embedding_case(4, 0, 2, 5),
@@ -227,13 +199,6 @@ ROUNDING = pytest.mark.parametrize(
 @ROUNDING
 @pytest.mark.parametrize("name", LARGE)
 def test_large_arrays_agree_with_the_plain_kernels(name, dtype, tolerance):
-    agree_with_the_plain(LARGE[name], dtype, tolerance)
-
-
-@ROUNDING
-@pytest.mark.parametrize("name", [n for n in LARGE if "attention" in n])
-def test_attention_that_computes_its_weights_again(name, dtype, tolerance, monkeypatch):
-    monkeypatch.setattr(numpy_attention, "KEPT_BYTES", 0)
     agree_with_the_plain(LARGE[name], dtype, tolerance)
 
 
@@ -310,50 +275,19 @@ def test_a_row_does_not_depend_on_the_other_rows():
         assert np.concatenate(parts).tobytes() == whole.tobytes()
 
 
-@pytest.mark.parametrize("causal", [False, True])
-def test_heads_and_batch_rows_do_not_depend_on_each_other(causal):
-    q, k, v, grad = (normal(5, 70, 6, 8, seed=s).astype(np.float32) for s in range(4))
-    y, saved = CPU.attention(q, k, v, 0.3, causal)
-    whole = (y, *CPU.attention_backward(q, k, v, saved, y, grad, 0.3, causal))
-    for b in (slice(0, 2), slice(2, 5)):
-        for h in (slice(0, 1), slice(1, 6)):
-            part = [a[b, :, h] for a in (q, k, v, grad)]
-            y, saved = CPU.attention(*part[:3], 0.3, causal)
-            slopes = CPU.attention_backward(*part[:3], saved, y, part[3], 0.3, causal)
-            for got, expected in zip((y, *slopes), whole, strict=True):
-                assert np.array_equal(got, expected[b, :, h])
-
-
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_only_wanted_gradients_are_returned(implementation):
     kernel_set = IMPLEMENTATIONS[implementation]
     x, gain, bias = layer_norm_case(4, 6).arrays
     _, mean, rstd = kernel_set.layer_norm(x, gain, bias, 1e-5)
-    q, k, v = attention_case(True, 2, 4, 4, 2, 3).arrays
-    y, saved = kernel_set.attention(q, k, v, 0.5, True)
     all_norm = kernel_set.layer_norm_backward(x, mean, rstd, gain, x)
-    all_attention = kernel_set.attention_backward(q, k, v, saved, y, y, 0.5, True)
     for number in range(8):
         wanted = tuple(bool(number >> i & 1) for i in range(3))
         some_norm = kernel_set.layer_norm_backward(x, mean, rstd, gain, x, wanted)
-        some_attention = kernel_set.attention_backward(
-            q, k, v, saved, y, y, 0.5, True, wanted
-        )
-        for some, whole in ((some_norm, all_norm), (some_attention, all_attention)):
-            for is_wanted, got, expected in zip(wanted, some, whole, strict=True):
-                assert (got is not None) == is_wanted
-                if is_wanted:
-                    assert np.array_equal(got, expected)
-
-
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_attention_refuses_what_does_not_fit(implementation):
-    attention = IMPLEMENTATIONS[implementation].attention
-    q, k = normal(2, 4, 3, 5), normal(2, 4, 2, 5)
-    with pytest.raises(ValueError, match=r"\(2, 4, 3, 5\), \(2, 4, 2, 5\)"):
-        attention(q, k, k, 1.0, False)
-    with pytest.raises(ValueError, match="4 queries over 3 keys"):
-        attention(q, q[:, :3], q[:, :3], 1.0, True)
+        for is_wanted, got, expected in zip(wanted, some_norm, all_norm, strict=True):
+            assert (got is not None) == is_wanted
+            if is_wanted:
+                assert np.array_equal(got, expected)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -361,10 +295,6 @@ def test_large_scores_do_not_overflow(implementation):
     kernel_set = IMPLEMENTATIONS[implementation]
     x = np.array([[1e4, -1e4, 1e4]], np.float32)
     np.testing.assert_array_equal(kernel_set.softmax(x), [[0.5, 0.0, 0.5]])
-    q = np.full((1, 2, 1, 1), 300.0, np.float32)
-    v = np.array([1.0, 3.0], np.float32).reshape(1, 2, 1, 1)
-    y, _ = kernel_set.attention(q, q, v, 1.0, False)
-    np.testing.assert_array_equal(y.ravel(), [2.0, 2.0])
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)

@@ -10,7 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from . import attention as attention_kernels
 from . import kernels, random
+from .attention import Band, Softmax
 from .random import Key
 
 Array = Any
@@ -133,26 +135,33 @@ class Backend(ABC):
     # Attention
 
     def attention(
-        self, q: Array, k: Array, v: Array, scale: float, causal: bool
-    ) -> tuple[Array, Any]:
-        """See `kernels.attention`."""
-        return kernels.attention(self.xp, q, k, v, scale, causal)
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        scale: float,
+        band: Band = (None, None),
+        bias: Array | None = None,
+    ) -> tuple[Array, Softmax]:
+        """See `attention.attention`."""
+        return attention_kernels.attention(self.xp, q, k, v, scale, band, bias)
 
     def attention_backward(
         self,
         q: Array,
         k: Array,
         v: Array,
-        saved: Any,
+        saved: Softmax,
         y: Array,
         grad: Array,
         scale: float,
-        causal: bool,
-        wanted: tuple[bool, bool, bool] = (True, True, True),
-    ) -> tuple[Array | None, Array | None, Array | None]:
-        """See `kernels.attention_backward`."""
-        return kernels.attention_backward(
-            self.xp, q, k, v, saved, y, grad, scale, causal, wanted
+        band: Band = (None, None),
+        bias: Array | None = None,
+        wanted: tuple[bool, bool, bool, bool] = (True, True, True, False),
+    ) -> tuple[Array | None, Array | None, Array | None, Array | None]:
+        """See `attention.attention_backward`."""
+        return attention_kernels.attention_backward(
+            self.xp, q, k, v, saved, y, grad, scale, band, bias, wanted
         )
 
     # Vocabulary
@@ -318,5 +327,7 @@ class Backend(ABC):
 KERNELS = frozenset(
     name
     for name in vars(Backend)
-    if name.startswith("random_") or name == "add_into" or name in vars(kernels)
+    if name.startswith("random_")
+    or name == "add_into"
+    or name in vars(kernels) | vars(attention_kernels)
 ) - frozenset(dir(object))

@@ -4,8 +4,10 @@ Every function takes the array module ``xp`` (``numpy`` or ``cupy``) first. Thes
 the reference for a backend's faster versions, and what runs where there is none.
 Floating inputs are float32 or float64; results have the input's dtype. All are local.
 
-Shapes: B batch, T queries, S keys, H heads, E size of a head, D model dim, V vocabulary
-rows held here; ``...`` is any number of leading dims. Any dim may be 0.
+Those of attention are in `attention`.
+
+Shapes: D model dim, V vocabulary rows held here; ``...`` is any number of leading dims.
+Any dim may be 0.
 """
 
 from __future__ import annotations
@@ -109,118 +111,6 @@ def softmax(xp: Any, x: Array, axis: int = -1) -> Array:
 def softmax_backward(xp: Any, y: Array, grad: Array, axis: int = -1) -> Array:
     """Return the gradient of `softmax` from its result: ``y (grad - sum(y grad))``."""
     return y * (grad - (y * grad).sum(axis=axis, keepdims=True))
-
-
-def check_attention_shapes(q: Array, k: Array, v: Array, causal: bool) -> None:
-    """Raise ValueError unless q, k and v fit together."""
-    fits = (
-        q.ndim == k.ndim == v.ndim == 4
-        and k.shape[:3] == v.shape[:3]
-        and (q.shape[0], *q.shape[2:]) == (k.shape[0], *k.shape[2:])
-    )
-    if not fits:
-        raise ValueError(
-            "attention: expected q (B, T, H, E), k (B, S, H, E) and v (B, S, H, F), "
-            f"got {q.shape}, {k.shape} and {v.shape}"
-        )
-    if causal and q.shape[1] > k.shape[1]:
-        raise ValueError(
-            f"attention: {q.shape[1]} queries over {k.shape[1]} keys cannot be causal; "
-            "the last query stands at the last key"
-        )
-
-
-def attention(
-    xp: Any, q: Array, k: Array, v: Array, scale: float, causal: bool
-) -> tuple[Array, Any]:
-    """Return ``softmax(scale q k^T) v`` for each batch row and head.
-
-    Parameters
-    ----------
-    q : (B, T, H, E)
-    k : (B, S, H, E)
-    v : (B, S, H, F)
-        Read in place, heads as a dim; no transposed copy is made.
-    scale : float
-        Multiplies the scores, usually ``E**-0.5``.
-    causal : bool
-        Query t sees the keys up to ``t + S - T``: the last query is at the last key.
-
-    Returns
-    -------
-    y : (B, T, H, F)
-    saved
-        What `attention_backward` of the same backend needs; its form is the backend's.
-
-    Raises
-    ------
-    ValueError
-        If the shapes do not fit, or causal queries outnumber the keys.
-    """
-    check_attention_shapes(q, k, v, causal)
-    batch, queries, heads, _ = q.shape
-    y = xp.empty((batch, queries, heads, v.shape[3]), q.dtype)
-    if k.shape[1] == 0 or y.size == 0:
-        y[...] = 0.0
-        return y, xp.zeros((batch, heads, queries, 1), q.dtype)
-    scores = _scores(xp, q, k, scale, causal)
-    peak = scores.max(axis=-1, keepdims=True)
-    weights = xp.exp(scores - peak)
-    total = weights.sum(axis=-1, keepdims=True)
-    y[...] = xp.matmul(weights / total, v.transpose(0, 2, 1, 3)).transpose(0, 2, 1, 3)
-    return y, peak + xp.log(total)
-
-
-def attention_backward(
-    xp: Any,
-    q: Array,
-    k: Array,
-    v: Array,
-    saved: Any,
-    y: Array,
-    grad: Array,
-    scale: float,
-    causal: bool,
-    wanted: tuple[bool, bool, bool] = (True, True, True),
-) -> tuple[Array | None, Array | None, Array | None]:
-    """Return the gradients of `attention` for q, k and v; None where not wanted.
-
-    With weights P and their gradient ``dP = grad v^T``: ``dS = P (dP - sum(grad y))``,
-    ``dq = scale dS k``, ``dk = scale dS^T q``, ``dv = P^T grad``. The row sum over y in
-    place of P dP is from Dao et al., "FlashAttention" (2022).
-    """
-    if k.shape[1] == 0 or q.size == 0 or v.size == 0:
-        shapes = (q.shape, k.shape, v.shape)
-        none = [
-            xp.zeros(s, q.dtype) if w else None
-            for s, w in zip(shapes, wanted, strict=True)
-        ]
-        return none[0], none[1], none[2]
-    to_heads = (0, 2, 1, 3)
-    grad_h = grad.transpose(to_heads)
-    weights = xp.exp(_scores(xp, q, k, scale, causal) - saved)
-    dq = dk = dv = None
-    if wanted[0] or wanted[1]:
-        dot = (grad * y).sum(axis=-1).transpose(0, 2, 1)[..., None]
-        slope = xp.matmul(grad_h, v.transpose(0, 2, 3, 1))
-        slope = weights * (slope - dot) * scale
-        if wanted[0]:
-            dq = xp.matmul(slope, k.transpose(to_heads)).transpose(to_heads)
-        if wanted[1]:
-            dk = xp.matmul(slope.swapaxes(2, 3), q.transpose(to_heads))
-            dk = dk.transpose(to_heads)
-    if wanted[2]:
-        dv = xp.matmul(weights.swapaxes(2, 3), grad_h).transpose(to_heads)
-    return dq, dk, dv
-
-
-def _scores(xp: Any, q: Array, k: Array, scale: float, causal: bool) -> Array:
-    scores = xp.matmul(q.transpose(0, 2, 1, 3), k.transpose(0, 2, 3, 1)) * scale
-    if causal:
-        queries, keys = scores.shape[2:]
-        key_after_query = xp.arange(keys) > xp.arange(queries)[:, None] + keys - queries
-        scores = xp.where(key_after_query, -np.inf, scores).astype(q.dtype, copy=False)
-    return scores
 
 
 def embedding(xp: Any, table: Array, ids: Array, first: int = 0) -> Array:

@@ -1,9 +1,10 @@
-"""Attention on NumPy: tiles of scores that stay in the cache, masked parts skipped.
+"""Attention on NumPy: tiles of scores that stay in the cache, hidden parts skipped.
 
-A tile is some rows of queries for some heads of some batch rows, over all the keys that
-the last of these queries sees. Heads stay a dim: BLAS reads q, k and v through strides.
+A tile is some rows of queries for some heads of some batch rows, over the keys from the
+first to the last that any of these queries sees. Heads stay a dim: BLAS reads q, k and
+v through strides.
 
-Shapes as in `kernels`; R queries of a tile, K keys of a tile.
+Shapes as in `attention`; R queries of a tile.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from . import kernels
+from . import attention as plain
+from .attention import Band, Softmax
 from .numpy_kernels import row_max, row_sum
 
 Array = np.ndarray
@@ -28,55 +30,80 @@ KEPT_BYTES = 1 << 23
 
 
 @dataclass(frozen=True)
-class Saved:
-    """What the backward needs: the softmax's parts, and the weights of small calls.
+class _Tile:
+    """Where a tile's queries (B, K, G, T), keys (B, K, G, S) and scores are."""
 
-    Attributes
-    ----------
-    peak, inverse_total : (B, H, T, 1)
-        Each row's largest score, and one over the sum of ``exp(score - peak)``.
-    weights : list of arrays or None
-        ``exp(score - peak)`` of each tile.
-    """
+    queries: tuple[slice, slice, slice, slice]
+    keys: tuple[slice, slice, slice, slice]
+    is_first_of_heads: bool
 
-    peak: Array
-    inverse_total: Array
-    weights: list[Array] | None
+    @property
+    def scores(self) -> tuple[slice, ...]:
+        return (*self.queries, self.keys[3])
+
+    @property
+    def is_blank(self) -> bool:
+        return self.keys[3].start == self.keys[3].stop
 
 
 @dataclass(frozen=True)
-class _Tile:
-    where: tuple[slice, slice, slice]
-    heads: tuple[slice, slice]
-    keys: int
-    is_first_of_heads: bool
+class _Tiling:
+    """The tiles of a call.
+
+    Attributes
+    ----------
+    is_covered
+        Whether the first tile of each set of heads has all the keys.
+    has_blind
+        Whether the band leaves some query without a key.
+    """
+
+    tiles: tuple[_Tile, ...]
+    is_covered: bool
+    has_blind: bool
 
 
 @lru_cache(maxsize=64)
-def _tiles(
-    batch: int, queries: int, keys: int, heads: int, causal: bool
-) -> tuple[_Tile, ...]:
+def _tiling(
+    batch: int, queries: int, keys: int, heads: int, group: int, band: Band
+) -> _Tiling:
     """Return the tiles of a call; for each set of heads, the last queries first.
 
-    These see all the keys, so that in the backward the first tile can write the keys'
-    gradients and only the others must add to them.
+    Causal ones see all the keys, so that in the backward the first tile can write the
+    keys' gradients and only the others must add to them.
     """
-    rows = min(_rows_at_once(queries, causal), queries)
-    heads_at_once = max(min(TILE // (rows * keys), heads), 1)
-    batch_at_once = max(TILE // (rows * keys * heads), 1)
+    low, high = band
+    rows = min(_rows_at_once(queries, band), queries)
+    width = keys if low is None or high is None else min(keys, rows + high - low)
+    per_head = max(rows * width, 1)
     tiles = []
-    for b in _spans(batch, batch_at_once):
-        for h in _spans(heads, heads_at_once):
-            for end in range(queries, 0, -rows):
-                visible = end + keys - queries if causal else keys
-                where = (b, h, slice(max(end - rows, 0), end))
-                tiles.append(_Tile(where, (b, h), visible, end == queries))
-    return tuple(tiles)
+    for b in _spans(batch, max(TILE // (per_head * heads * group), 1)):
+        for h in _spans(heads, max(min(TILE // (per_head * group), heads), 1)):
+            for g in _spans(group, max(min(TILE // per_head, group), 1)):
+                for end in range(queries, 0, -rows):
+                    first = max(end - rows, 0)
+                    seen = _seen(first, end, keys, band)
+                    is_first = end == queries and g.start == 0
+                    where = (b, h, g, slice(first, end))
+                    tiles.append(_Tile(where, (b, h, slice(None), seen), is_first))
+    is_covered = bool(tiles) and tiles[0].keys[3] == slice(0, keys)
+    has_blind = (high is not None and high < 0) or (
+        low is not None and queries - 1 + low >= keys
+    )
+    return _Tiling(tuple(tiles), is_covered, has_blind)
 
 
-def _rows_at_once(queries: int, causal: bool) -> int:
-    # Fewer rows skip more of the masked half, more rows make better matmuls.
-    return min(max(queries // 4, 32), 128) if causal else 128
+def _rows_at_once(queries: int, band: Band) -> int:
+    # Fewer rows skip more of the hidden half, more rows make better matmuls.
+    return 128 if band == (None, None) else min(max(queries // 4, 32), 128)
+
+
+def _seen(first: int, end: int, keys: int, band: Band) -> slice:
+    """The keys that any of the queries from `first` to `end` sees."""
+    low, high = band
+    start = 0 if low is None else min(max(first + low, 0), keys)
+    stop = keys if high is None else min(max(end + high, 0), keys)
+    return slice(start, max(start, stop))
 
 
 def _spans(length: int, size: int) -> Iterator[slice]:
@@ -90,112 +117,165 @@ def _triangle(rows: int, dtype: np.dtype[Any]) -> Array:
 
 
 def attention(
-    q: Array, k: Array, v: Array, scale: float, causal: bool
-) -> tuple[Array, Any]:
-    """See `kernels.attention`."""
-    kernels.check_attention_shapes(q, k, v, causal)
+    q: Array,
+    k: Array,
+    v: Array,
+    scale: float,
+    band: Band = (None, None),
+    bias: Array | None = None,
+) -> tuple[Array, Softmax]:
+    """See `attention.attention`."""
+    plain.check_attention_shapes(q, k, v)
     if q.size == 0 or v.size == 0:
-        return kernels.attention(np, q, k, v, scale, causal)
+        return plain.attention(np, q, k, v, scale, band, bias)
     batch, queries, heads, _ = q.shape
     keys = k.shape[1]
+    groups = plain.head_groups(q, k)
     y = np.empty((batch, queries, heads, v.shape[3]), q.dtype)
-    peak = np.empty((batch, heads, queries, 1), q.dtype)
-    inverse_total = np.empty_like(peak)
+    peak = np.empty((batch, *groups, queries, 1), q.dtype)
+    total = np.empty_like(peak)
     is_kept = batch * heads * queries * keys * q.itemsize <= KEPT_BYTES
     kept: list[Array] | None = [] if is_kept else None
-    q_h, k_h, v_h, y_h = (_by_head(a) for a in (q, k, v, y))
-    for tile in _tiles(batch, queries, keys, heads, causal):
-        scores = _scores(q_h[tile.where] * scale, k_h[tile.heads], tile.keys, causal)
-        score_rows = scores.reshape(-1, tile.keys)
+    q_h, k_h, v_h, y_h = (_by_head(a, k) for a in (q, k, v, y))
+    bias_h = None if bias is None else plain.grouped_bias(bias, k)
+    tiling = _tiling(batch, queries, keys, *groups, band)
+    has_blind = tiling.has_blind or bias is not None
+    for tile in tiling.tiles:
+        if tile.is_blank:
+            y_h[tile.queries], peak[tile.queries], total[tile.queries] = 0, -np.inf, 0
+            if kept is not None:
+                kept.append(total[:0])
+            continue
+        scores = _scores(q_h[tile.queries] * scale, k_h, tile, band, bias_h)
+        score_rows = scores.reshape(-1, scores.shape[-1])
         top = row_max(score_rows)
-        peak[tile.where] = top.reshape(*scores.shape[:3], 1)
-        score_rows -= top[:, None]
+        shape = (*scores.shape[:4], 1)
+        peak[tile.queries] = top.reshape(shape)
+        score_rows -= (plain.finite_peak(np, top) if has_blind else top)[:, None]
         np.exp(scores, out=scores)
-        inverse = inverse_total[tile.where]
-        np.divide(1.0, row_sum(score_rows).reshape(inverse.shape), out=inverse)
-        out = y_h[tile.where]
-        np.matmul(scores, v_h[tile.heads][:, :, : tile.keys], out=out)
-        out *= inverse
+        sums = row_sum(score_rows).reshape(shape)
+        total[tile.queries] = sums
+        out = y_h[tile.queries]
+        np.matmul(scores, v_h[tile.keys], out=out)
+        out *= plain.inverse(np, sums) if has_blind else 1 / sums
         if kept is not None:
             kept.append(scores)
-    return y, Saved(peak, inverse_total, kept)
+    return y, Softmax(peak, total, kept)
 
 
 def attention_backward(
     q: Array,
     k: Array,
     v: Array,
-    saved: Any,
+    saved: Softmax,
     y: Array,
     grad: Array,
     scale: float,
-    causal: bool,
-    wanted: tuple[bool, bool, bool] = (True, True, True),
-) -> tuple[Array | None, Array | None, Array | None]:
-    """See `kernels.attention_backward`.
+    band: Band = (None, None),
+    bias: Array | None = None,
+    wanted: tuple[bool, bool, bool, bool] = (True, True, True, False),
+) -> tuple[Array | None, Array | None, Array | None, Array | None]:
+    """See `attention.attention_backward`.
 
     The weights are used as ``exp(score - peak)``; dividing the rows of ``grad`` by
     their sums instead gives the same products.
     """
     if q.size == 0 or v.size == 0:
-        return kernels.attention_backward(
-            np, q, k, v, saved, y, grad, scale, causal, wanted
+        return plain.attention_backward(
+            np, q, k, v, saved, y, grad, scale, band, bias, wanted
         )
-    batch, queries, heads, _ = q.shape
-    keys = k.shape[1]
-    dq, dk, dv = (
-        np.empty(a.shape, a.dtype) if w else None
-        for a, w in zip((q, k, v), wanted, strict=True)
-    )
-    q_h, k_h, v_h, y_h, grad_h = (_by_head(a) for a in (q, k, v, y, grad))
-    for number, tile in enumerate(_tiles(batch, queries, keys, heads, causal)):
-        visible = (*tile.heads, slice(tile.keys))
-        query = q_h[tile.where] * scale
+    groups = plain.head_groups(q, k)
+    tiling = _tiling(q.shape[0], q.shape[1], k.shape[1], *groups, band)
+    blank = np.empty if tiling.is_covered else np.zeros
+    dq = np.empty(q.shape, q.dtype) if wanted[0] else None
+    dk = blank(k.shape, k.dtype) if wanted[1] else None
+    dv = blank(v.shape, v.dtype) if wanted[2] else None
+    bias_h = None if bias is None else plain.grouped_bias(bias, k)
+    dbias = dbias_h = None
+    if bias is not None and wanted[3]:
+        dbias = np.zeros(bias.shape, bias.dtype)
+        dbias_h = plain.grouped_bias(dbias, k)
+    q_h, k_h, v_h, y_h, grad_h = (_by_head(a, k) for a in (q, k, v, y, grad))
+    inverse = plain.inverse(np, saved.total)
+    for number, tile in enumerate(tiling.tiles):
+        if tile.is_blank:
+            if dq is not None:
+                _by_head(dq, k)[tile.queries] = 0
+            continue
+        is_first = tiling.is_covered and tile.is_first_of_heads
+        query = q_h[tile.queries] * scale
         if saved.weights is not None:
             weights = saved.weights[number]
         else:
-            weights = _scores(query, k_h[tile.heads], tile.keys, causal)
-            weights -= saved.peak[tile.where]
+            weights = _scores(query, k_h, tile, band, bias_h)
+            weights -= plain.finite_peak(np, saved.peak[tile.queries])
             np.exp(weights, out=weights)
-        upstream = grad_h[tile.where] * saved.inverse_total[tile.where]
+        upstream = grad_h[tile.queries] * inverse[tile.queries]
         if dv is not None:
-            _put(dv, visible, weights.swapaxes(2, 3), upstream, tile.is_first_of_heads)
-        if dq is None and dk is None:
+            _put(dv, tile, weights, upstream, is_first)
+        if dq is None and dk is None and dbias is None:
             continue
-        slope = np.matmul(upstream, v_h[visible].swapaxes(2, 3))
-        slope -= np.vecdot(upstream, y_h[tile.where])[..., None]
+        slope = np.matmul(upstream, v_h[tile.keys].swapaxes(3, 4))
+        slope -= np.vecdot(upstream, y_h[tile.queries])[..., None]
         slope *= weights
+        if dbias_h is not None:
+            dbias_h[_of_bias(dbias_h, tile)] += plain.sum_to(slope, dbias_h)
         if dq is not None:
-            out = _by_head(dq)[tile.where]
-            np.matmul(slope, k_h[visible], out=out)
+            out = _by_head(dq, k)[tile.queries]
+            np.matmul(slope, k_h[tile.keys], out=out)
             out *= scale
         if dk is not None:
-            _put(dk, visible, slope.swapaxes(2, 3), query, tile.is_first_of_heads)
-    return dq, dk, dv
+            _put(dk, tile, slope, query, is_first)
+    return dq, dk, dv, dbias
 
 
-def _put(
-    target: Array, where: tuple[slice, ...], a: Array, b: Array, is_first: bool
-) -> None:
-    """Write the product of a and b to the place, or add it to what is there."""
-    out = target.transpose(0, 2, 1, 3)[where]
+def _put(target: Array, tile: _Tile, a: Array, b: Array, is_first: bool) -> None:
+    """Write the keys' sum of ``a^T b`` to its place, or add it to what is there."""
+    batch, heads, _, keys = tile.keys
+    out = target.transpose(0, 2, 1, 3)[batch, heads, keys]
+    a = a.reshape(*a.shape[:2], -1, a.shape[4]).swapaxes(2, 3)
+    b = b.reshape(*b.shape[:2], -1, b.shape[4])
     if is_first:
         np.matmul(a, b, out=out)
     else:
         out += np.matmul(a, b)
 
 
-def _by_head(x: Array) -> Array:
-    """View (B, T, H, E) as (B, H, T, E), rows as BLAS can read them."""
+def _by_head(x: Array, k: Array) -> Array:
+    """View (B, T, H, E) as (B, K, G, T, E), rows as BLAS can read them."""
     if x.strides[-1] != x.itemsize:
         x = np.ascontiguousarray(x)
-    return x.transpose(0, 2, 1, 3)
+    return plain.by_head(x, k)
 
 
-def _scores(query: Array, k_h: Array, keys: int, causal: bool) -> Array:
-    """Return the masked scores of a tile: (B, H, R, K), C-contiguous."""
-    scores = np.matmul(query, k_h[:, :, :keys].swapaxes(2, 3))
-    if causal:
-        rows = query.shape[2]
-        scores[..., keys - rows :] += _triangle(rows, scores.dtype)
+def _of_bias(bias_h: Array, tile: _Tile) -> tuple[slice, ...]:
+    return tuple(
+        slice(None) if size == 1 else part
+        for size, part in zip(bias_h.shape, tile.scores, strict=True)
+    )
+
+
+def _scores(
+    query: Array, k_h: Array, tile: _Tile, band: Band, bias_h: Array | None
+) -> Array:
+    """Return the masked scores of a tile: (B, K, G, R, S), C-contiguous."""
+    scores = np.matmul(query, k_h[tile.keys].swapaxes(3, 4))
+    low, high = band
+    rows, keys = tile.queries[3], tile.keys[3]
+    count = rows.stop - rows.start
+    if high is not None:
+        _hide(scores, rows.start + high, keys, _triangle(count, scores.dtype))
+    if low is not None:
+        _hide(scores, rows.start + low, keys, _triangle(count, scores.dtype).T)
+    if bias_h is not None:
+        scores += bias_h[_of_bias(bias_h, tile)]
     return scores
+
+
+def _hide(scores: Array, origin: int, keys: slice, triangle: Array) -> None:
+    """Add `triangle`, whose first column stands at the key `origin`, to `scores`."""
+    first = max(origin, keys.start)
+    stop = min(origin + len(triangle), keys.stop)
+    if first < stop:
+        part = triangle[:, first - origin : stop - origin]
+        scores[..., first - keys.start : stop - keys.start] += part

@@ -9,6 +9,7 @@ from tparmpi.ops.arithmetic import (
     scale,
     sub,
 )
+from tparmpi.ops.attention import attention
 from tparmpi.ops.contraction import einsum, linear, matmul
 from tparmpi.ops.extrema import argmax, argmin, max, min
 from tparmpi.ops.indexing import (
@@ -22,7 +23,6 @@ from tparmpi.ops.indexing import (
 )
 from tparmpi.ops.joining import concat, split, stack
 from tparmpi.ops.network import (
-    attention,
     cross_entropy,
     embedding,
     layer_norm,

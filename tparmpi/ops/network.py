@@ -1,4 +1,4 @@
-"""Operators of neural networks: softmax, norms, attention, embedding, losses."""
+"""Operators of neural networks: softmax, norms, embedding, losses."""
 
 from __future__ import annotations
 
@@ -81,47 +81,6 @@ def layer_norm(plan: Plan, x: Any, gain: Any, bias: Any, *, eps: float = 1e-5) -
 def _(plan: Plan, saved: Any, grad: Any, wanted: tuple[bool, bool, bool]) -> Any:
     x, mean, rstd, gain = saved
     return plan.backend.layer_norm_backward(x, mean, rstd, gain, grad, wanted)
-
-
-def _attention_rule(
-    q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...], *, causal: bool = True
-) -> str:
-    return "b[t]h[e],b[s]h[e],b[s]h[f]->b[t]h[f]"
-
-
-@operator(_attention_rule, dtype=floating)
-def attention(plan: Plan, q: Any, k: Any, v: Any, *, scale: float | None = None) -> Any:
-    """Return ``softmax(scale q k^T) v`` for each batch row and head.
-
-    Batch and heads may be sharded, in any chunks; positions must be whole.
-
-    Parameters
-    ----------
-    q : (B, T, H, E)
-    k : (B, S, H, E)
-    v : (B, S, H, F)
-    causal
-        Query t sees keys up to t + S - T only.
-    scale
-        ``E**-0.5`` by default.
-
-    Returns
-    -------
-    Tensor : (B, T, H, F)
-    """
-    if scale is None:
-        scale = q.shape[-1] ** -0.5
-    y, saved = plan.backend.attention(q, k, v, scale, plan.attributes["causal"])
-    return y, (q, k, v, saved, y, scale)
-
-
-@attention.define_backward
-def _(plan: Plan, saved: Any, grad: Any, wanted: tuple[bool, bool, bool]) -> Any:
-    q, k, v, inner, y, scale = saved
-    causal = plan.attributes["causal"]
-    return plan.backend.attention_backward(
-        q, k, v, inner, y, grad, scale, causal, wanted
-    )
 
 
 def _check_ids(name: str, ids: Any, size: int) -> None:
