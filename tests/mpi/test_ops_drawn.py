@@ -73,10 +73,53 @@ def reductions(draw) -> Case:
         lambda x: getattr(tpm, name)(x, dim, keepdims),
         lambda x: reference(x, axis=dim, keepdims=keepdims),
         [values(*shape)],
+        f"{name} over {dim}",
     )
 
 
-REDUCTIONS = [("sum", np.sum, True), ("mean", np.mean, False)]
+def logsumexp(x, axis, keepdims):
+    return np.log(np.sum(np.exp(x), axis=axis, keepdims=keepdims))
+
+
+# Whether there is a result where there is nothing to reduce.
+REDUCTIONS = [
+    ("sum", np.sum, True),
+    ("mean", np.mean, False),
+    ("max", np.max, False),
+    ("min", np.min, False),
+    ("prod", np.prod, True),
+    ("var", np.var, False),
+    ("std", np.std, False),
+    ("norm", np.linalg.vector_norm, True),
+    ("logsumexp", logsumexp, False),
+]
+
+
+@st.composite
+def decisions(draw) -> Case:
+    """Whole results of a reduction, over one dim or all."""
+    name = draw(st.sampled_from(["argmax", "argmin", "any", "all"]))
+    shape = draw(shapes(1, sizes=FULL_SIZES))
+    dim = draw(st.sampled_from([None, *range(len(shape))]))
+    keepdims = draw(st.booleans())
+    small = draw(st.integers(1, 3))
+    return Case(
+        name,
+        lambda x: getattr(tpm, name)(x, dim, keepdims),
+        lambda x: getattr(np, name)(x, axis=dim, keepdims=keepdims),
+        [np.round(values(*shape) * small)],
+        name,
+        constant=(0,),
+    )
+
+
+@st.composite
+def running_sums(draw) -> Case:
+    shape = draw(shapes(1))
+    dim = draw(dim_of(shape))
+    return Case(
+        "cumsum", lambda x: x.cumsum(dim), lambda x: x.cumsum(dim), [values(*shape)]
+    )
 
 
 @st.composite
@@ -209,6 +252,8 @@ def lookups(draw) -> Case:
 FAMILIES = [
     broadcast_pairs,
     reductions,
+    decisions,
+    running_sums,
     products,
     sums_of_products,
     reshapes,

@@ -96,7 +96,7 @@ def _std(plan: Plan, x: Any, *, correction: float = 0) -> Any:
 @_std.define_backward
 def _(plan: Plan, saved: Any, grad: Any, wanted: tuple[bool, ...]) -> Any:
     x, mean, degrees, y = saved
-    slope = spread(plan, grad) / (degrees * _nonzero(plan, y))
+    slope = spread(plan, grad) / (_nonzero(plan, y) * degrees)
     return (narrowed(plan, slope * (x - mean)),)
 
 
