@@ -6,7 +6,7 @@ Importing this package starts no MPI and touches no GPU; see `init`.
 from __future__ import annotations
 
 from importlib import import_module
-from types import ModuleType
+from typing import Any
 
 from tparmpi.comm import (
     Device,
@@ -111,6 +111,7 @@ __version__ = "0.1.0"
 
 _LAZY = {
     "checkpoint": "tparmpi.io.checkpoint",
+    "explain": "tparmpi.parallel.explanation:explain",
     "models": "tparmpi.models",
     "nn": "tparmpi.nn",
     "optim": "tparmpi.optim",
@@ -119,10 +120,12 @@ _LAZY = {
 }
 
 
-def __getattr__(name: str) -> ModuleType:
+def __getattr__(name: str) -> Any:
     """Import the rooms that not every program enters when they are asked for."""
     if name in _LAZY:
-        return import_module(_LAZY[name])
+        module, _, attribute = _LAZY[name].partition(":")
+        room = import_module(module)
+        return getattr(room, attribute) if attribute else room
     raise AttributeError(f"module 'tparmpi' has no attribute '{name}'")
 
 
@@ -169,6 +172,7 @@ __all__ = [
     "embedding",
     "expand",
     "expand_dims",
+    "explain",
     "flip",
     "from_local",
     "gather",

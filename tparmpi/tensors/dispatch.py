@@ -193,6 +193,9 @@ def _report_gathering(plan: Plan, operands: Sequence[Tensor]) -> None:
     )
     if not mode.gathering:
         raise ShardingError(text)
+    if mode.gathers is not None:
+        mode.gathers.append(text)
+        return
     if any(plan.place.coordinates):
         return  # the first member says it for all
     warnings.warn(text, ImplicitGatherWarning, stacklevel=_users_frame())

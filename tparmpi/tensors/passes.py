@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from tparmpi.sharding import Layout
-from tparmpi.tensors.tape import Leaf, Node, OperatorCall, Parent
+from tparmpi.tensors.tape import Leaf, Node, OperatorCall, Parent, mode
 
 
 class Seed(NamedTuple):
@@ -77,6 +77,8 @@ class Pass:
                 assert self.later is not None
                 self.later.calls.append(node)
             else:
+                if mode.told is not None:
+                    mode.told(node.order)
                 node.run_backward(self)
                 node.parents = ()
 

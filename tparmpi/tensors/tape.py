@@ -9,7 +9,7 @@ operators is reduced once, whatever layouts they read it in.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
@@ -458,6 +458,10 @@ class _Mode:
 
     recording = True
     gathering = True
+    gathers: list[str] | None = None
+    """Takes what would else be a warning of a gathering."""
+    told: Callable[[int], None] | None = None
+    """Called with the position of each call before its backward runs."""
     regathering = True
     """Whether what is to be gathered again is not kept."""
     watching: Any = None
@@ -465,6 +469,11 @@ class _Mode:
 
 
 mode = _Mode()
+
+
+def position() -> int:
+    """Return a position in the program, before all calls that are recorded later."""
+    return next(_order)
 
 
 class no_grad:
