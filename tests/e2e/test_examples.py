@@ -38,6 +38,13 @@ def test_own_operator(ranks: int, tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_plain_arrays(ranks: int, tmp_path: Path) -> None:
+    assert output_of("plain_arrays.py", ranks, tmp_path) == [
+        f"sorting has the right gradient in every layout on {ranks} ranks"
+    ]
+
+
 @pytest.mark.parametrize(("ranks", "dp"), [(1, 1), (3, 1), (3, 3), (4, 2)])
 def test_own_model(ranks: int, dp: int, tmp_path: Path) -> None:
     *steps, last = output_of("own_model.py", ranks, tmp_path, str(dp))

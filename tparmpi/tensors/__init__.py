@@ -3,6 +3,7 @@
 from tparmpi.tensors import random
 from tparmpi.tensors.create import from_local, tensor
 from tparmpi.tensors.gradients import backward, grad, value_and_grad
+from tparmpi.tensors.local_map import local_map
 from tparmpi.tensors.operator import Operator, operator
 from tparmpi.tensors.passes import Deferred
 from tparmpi.tensors.plan import FactorShard, Plan
@@ -24,6 +25,7 @@ __all__ = [
     "backward",
     "from_local",
     "grad",
+    "local_map",
     "method",
     "methods",
     "no_grad",

@@ -3,13 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from tparmpi.errors import UsageError
-from tparmpi.tensors.plan import Plan
+from tparmpi.tensors.spec import Spec
 
 
-def check_forward(plan: Plan, made: Any) -> None:
+class Named(Protocol):
+    """What has a name for errors."""
+
+    @property
+    def name(self) -> str:
+        """How errors call it."""
+
+
+class Promise(Protocol):
+    """What a call's functions are to return: a plan, or what stands for one."""
+
+    @property
+    def operator(self) -> Named:
+        """Whose functions they are."""
+
+    @property
+    def inputs(self) -> Sequence[Spec]:
+        """Specs of the operands."""
+
+    @property
+    def outputs(self) -> Sequence[Spec]:
+        """Specs of the outputs."""
+
+
+def check_forward(plan: Promise, made: Any) -> None:
     """Raise unless `made` is outputs as the rule says, and what was saved. Local.
 
     Raises
@@ -37,11 +61,11 @@ def check_forward(plan: Plan, made: Any) -> None:
         if array.dtype != spec.dtype:
             raise UsageError(
                 f"{name}: output {number} is to be {spec.dtype}, forward returned "
-                f"{array.dtype}; cast it, or say the dtype in @operator(dtype=...)"
+                f"{array.dtype}; cast it, or say with dtype=... that it is another"
             )
 
 
-def check_backward(plan: Plan, made: Any, wanted: Sequence[bool]) -> None:
+def check_backward(plan: Promise, made: Any, wanted: Sequence[bool]) -> None:
     """Raise unless `made` is one gradient for each operand. Local.
 
     Raises
