@@ -49,6 +49,34 @@ CASES = [
         [values(3, 4), values(2, 5, seed=1)],
         "lone",
     ),
+    *(
+        Case(
+            "einsum",
+            lambda *x, rule=rule: tpm.einsum(rule, *x),
+            lambda *x, rule=rule: np.einsum(rule, *x),
+            [values(*shape, seed=i) for i, shape in enumerate(shapes)],
+            rule,
+        )
+        for rule, shapes in (
+            ("ba,bc", [(3, 2), (3, 4)]),
+            ("...ij, ...jk", [(2, 3, 2), (1, 2, 5)]),
+            ("i... -> ...", [(3, 5)]),
+            ("ii", [(5, 5)]),
+            ("iji,jk->ik", [(3, 2, 3), (2, 4)]),
+            ("iii->i", [(3, 3, 3)]),
+            ("ij,ij->", [(3, 5), (3, 5)]),
+            ("a,b,c->cab", [(2,), (3,), (5,)]),
+        )
+    ),
+    Case("einsum", tpm.outer, np.outer, [values(5), values(3, seed=1)], "outer"),
+    Case("diagonal", tpm.diagonal, np.diagonal, [values(5, 5, 2)]),
+    Case(
+        "diagonal",
+        lambda x: x.diagonal(2, -2),
+        lambda x: np.diagonal(x, 0, 2, 1),
+        [values(2, 3, 3)],
+        "last",
+    ),
     Case("einsum", tpm.matmul, np.matmul, [values(5, 4), values(4, 3)], "matmul"),
     Case("einsum", tpm.matmul, np.matmul, [values(4), values(4, 3)], "vector"),
     Case(

@@ -96,6 +96,12 @@ class Backend(ABC):
     def synchronize(self) -> None:
         """Wait until all work given to the device by this thread is done."""
 
+    # Products
+
+    def matmul(self, a: Array, b: Array) -> Array:
+        """Return the matrix product as NumPy defines it, sums of halves in float32."""
+        return self.xp.matmul(a, b)
+
     # Elementwise and normalisation
 
     def gelu(self, x: Array) -> Array:

@@ -63,6 +63,14 @@ class NumpyBackend(Backend):
     def synchronize(self) -> None:
         return None
 
+    def matmul(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        # Of halves NumPy rounds each partial sum; and only of others it asks BLAS.
+        if a.dtype.itemsize == 2:
+            wide = dtypes.accumulation_dtype(a.dtype)
+            product = np.matmul(a.astype(wide, copy=False), b.astype(wide, copy=False))
+            return product.astype(a.dtype, copy=False)
+        return np.matmul(a, b)
+
     def random_words(self, key: Key, first: int, count: int) -> np.ndarray:
         # NumPy counts up before it draws, so its first words belong to counter 1, which
         # is what random_words calls block 0.

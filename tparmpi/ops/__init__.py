@@ -10,7 +10,7 @@ from tparmpi.ops.arithmetic import (
     sub,
 )
 from tparmpi.ops.attention import attention
-from tparmpi.ops.contraction import einsum, linear, matmul
+from tparmpi.ops.contraction import diagonal, einsum, linear, matmul, outer
 from tparmpi.ops.extrema import argmax, argmin, max, min
 from tparmpi.ops.indexing import (
     gather,
@@ -45,6 +45,7 @@ __all__ = [
     "concat",
     "cross_entropy",
     "cumsum",
+    "diagonal",
     "dropout",
     "einsum",
     "embedding",
@@ -64,6 +65,7 @@ __all__ = [
     "mul",
     "norm",
     "one_hot",
+    "outer",
     "pad",
     "prod",
     "repeat",

@@ -1,4 +1,4 @@
-"""Products: einsum, matmul and linear, all by the backend's matrix product."""
+"""Products: einsum, matmul, outer and linear, all by the backend's matrix product."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from functools import lru_cache
 from math import prod
 from typing import Any
 
+from tparmpi.backend import Backend, dtypes
 from tparmpi.errors import ShapeError, UsageError
+from tparmpi.ops import subscripts
 from tparmpi.tensors import Plan, Tensor, method, operator
 
 
-def contract(xp: Any, rule: str, a: Any, b: Any) -> Any:
+def contract(backend: Backend, rule: str, a: Any, b: Any) -> Any:
     """Return ``einsum(rule, a, b)`` by one (batched) matrix product.
 
     Operands whose letters stand in a fitting order are viewed, not copied: transposed
@@ -33,7 +35,7 @@ def contract(xp: Any, rule: str, a: Any, b: Any) -> Any:
     sizes.update(zip(recipe.letters_b, b.shape, strict=True))
     left = _matrix(a, recipe.letters_a, recipe.left, sizes)
     right = _matrix(b, recipe.letters_b, recipe.right, sizes)
-    product = xp.matmul(left, right)
+    product = backend.matmul(left, right)
     batch, rows, _ = recipe.left
     columns = recipe.right[2]
     letters = batch + rows + columns
@@ -89,9 +91,12 @@ def _matrix(
 
 def _product(plan: Plan, rule: str, arrays: Sequence[Any]) -> Any:
     if len(arrays) == 2:
-        return contract(plan.xp, rule, *arrays)
+        return contract(plan.backend, rule, *arrays)
+    dtype = arrays[0].dtype
+    wide = dtypes.accumulation_dtype(dtype)
+    arrays = [array.astype(wide, copy=False) for array in arrays]
     # A copy, since of one operand NumPy may return a view.
-    return plan.xp.array(plan.xp.einsum(rule, *arrays, optimize=True))
+    return plan.xp.array(plan.xp.einsum(rule, *arrays, optimize=True), dtype=dtype)
 
 
 def _product_gradient(
@@ -137,18 +142,141 @@ def _(plan: Plan, saved: Any, grad: Any, wanted: tuple[bool, ...]) -> Any:
 def einsum(rule: str, *operands: Tensor) -> Tensor:
     """Return the sum of products over the letters that the output lacks.
 
+    A sum over a split dim stays pending. A letter that stands twice in one operand
+    takes its diagonal, see `diagonal`. Collective where operands are moved; else local.
+
     Parameters
     ----------
     rule
-        An explicit einsum string, such as ``"btd,dhe->bthe"``, without ``...`` and
-        without a letter twice in one operand.
+        As in `numpy.einsum`: ``"btd,dhe->bthe"``; without ``->`` the output has the
+        letters that stand once, in the order of the alphabet; ``...`` stands for any
+        number of dims, which are broadcast.
 
     Raises
     ------
     ShapeError
         If the rule cannot be read or the shapes do not fit it.
     """
+    if not _is_plain(rule):
+        check_tensors("einsum", operands)
+        shapes = tuple(operand.shape for operand in operands)
+        rule, diagonals = subscripts.explicit(rule, shapes)
+        operands = tuple(
+            _diagonals(operand, pairs)
+            for operand, pairs in zip(operands, diagonals, strict=True)
+        )
     result: Tensor = _einsum(*operands, rule=_checked_rule(rule, "einsum"))
+    return result
+
+
+@lru_cache(maxsize=4096)
+def _is_plain(rule: str) -> bool:
+    left, arrow, _ = rule.partition("->")
+    repeats = any(len(set(x)) != len(x) for x in left.replace(" ", "").split(","))
+    return bool(arrow) and "." not in rule and not repeats
+
+
+def _diagonals(x: Tensor, pairs: tuple[tuple[int, int], ...]) -> Tensor:
+    for dim, other in pairs:
+        x = diagonal(x, dim, other)
+    return x
+
+
+def check_tensors(name: str, operands: Sequence[Any]) -> None:
+    """Raise UsageError unless all operands of the operator `name` are tensors."""
+    for number, operand in enumerate(operands):
+        if not isinstance(operand, Tensor):
+            raise UsageError(
+                f"{name}: operand {number} is a {type(operand).__name__}, not a "
+                "tensor; make it one with tpm.tensor(array, group)"
+            )
+
+
+def _diagonal_rule(x: tuple[int, ...], *, dim: int, other: int) -> str:
+    letters = string.ascii_letters[: len(x)]
+    kept = "".join(letters[i] for i in range(len(x)) if i not in (dim, other))
+    return f"{letters}->{kept}{letters[dim]}"
+
+
+@operator(_diagonal_rule, name="diagonal", linear=(0,))
+def _diagonal(plan: Plan, x: Any) -> Any:
+    """Return the diagonal of the attributes `dim` and `other`: a product with ones.
+
+    If `other` is split, each member gives the elements that it has, zeros elsewhere.
+    """
+    result = plan.backend.zeros(plan.outputs[0].local_shape, x.dtype)
+    there, elements = _diagonal_here(plan, x)
+    result[there] = elements
+    return result, None
+
+
+@_diagonal.define_backward
+def _(plan: Plan, saved: Any, grad: Any, wanted: tuple[bool, ...]) -> Any:
+    dx = plan.backend.zeros(plan.inputs[0].local_shape, grad.dtype)
+    there, elements = _diagonal_here(plan, dx)
+    elements[...] = grad[there]
+    return (dx,)
+
+
+def _diagonal_here(plan: Plan, x: Any) -> tuple[Any, Any]:
+    """Which elements of the diagonal this rank's block has, and a view of them."""
+    dim, other = plan.attributes["dim"], plan.attributes["other"]
+    first, second = (plan.factors[string.ascii_letters[i]] for i in (dim, other))
+    start = max(first.offset, second.offset)
+    stop = max(min(first.offset + first.length, second.offset + second.length), start)
+    block = plan.xp.moveaxis(x, (dim, other), (-2, -1))
+    rows = slice(start - first.offset, stop - first.offset)
+    columns = slice(start - second.offset, stop - second.offset)
+    square = block[..., rows, columns]
+    strides = (*square.strides[:-2], square.strides[-2] + square.strides[-1])
+    shape = square.shape[:-1]
+    as_strided = plan.xp.lib.stride_tricks.as_strided
+    return (..., rows), as_strided(square, shape, strides)
+
+
+@method
+def diagonal(x: Tensor, dim: int = 0, other: int = 1) -> Tensor:
+    """Return the elements of `x` at which two dims have one index, as its last dim.
+
+    Local. If `dim` is split so is the result; if `other` is, the result is pending.
+
+    Raises
+    ------
+    ShapeError
+        If a dim does not exist, or the two differ in size.
+    """
+    for number in (dim, other):
+        if not -x.ndim <= number < x.ndim:
+            raise ShapeError(
+                f"diagonal: a tensor of shape {x.shape} has no dim {number}"
+            )
+    dim, other = dim % x.ndim, other % x.ndim
+    if dim == other or x.shape[dim] != x.shape[other]:
+        raise ShapeError(
+            f"diagonal: two dims of equal size are needed; dims {dim} and {other} of a "
+            f"tensor of shape {x.shape} were given"
+        )
+    result: Tensor = _diagonal(x, dim=dim, other=other)
+    return result
+
+
+def outer(a: Tensor, b: Tensor) -> Tensor:
+    """Return the products of all elements of two vectors: (N,) and (M,) to (N, M).
+
+    Local; either may be split, and pending sums pass.
+
+    Raises
+    ------
+    ShapeError
+        If an operand is no vector.
+    """
+    check_tensors("outer", (a, b))
+    if a.ndim != 1 or b.ndim != 1:
+        raise ShapeError(
+            f"outer: two vectors are needed, the shapes are {a.shape} and {b.shape}; "
+            "use x.reshape((-1,)) to make one"
+        )
+    result: Tensor = _einsum(a, b, rule="n,m->nm")
     return result
 
 
@@ -185,7 +313,7 @@ def _linear_rule(
 def _linear(plan: Plan, x: Any, weight: Any, bias: Any) -> Any:
     """Return a product plus a bias, as the attribute `rule` says."""
     product, bias_letters, out = _linear_parts(plan.attributes["rule"])
-    y = contract(plan.xp, product, x, weight)
+    y = contract(plan.backend, product, x, weight)
     if plan.leads(2):
         y += _aligned(bias, bias_letters, out)
     return y, (x, weight)
@@ -268,12 +396,7 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
     ShapeError
         If an operand has no dims, or the shapes do not fit.
     """
-    for number, operand in enumerate((a, b)):
-        if not isinstance(operand, Tensor):
-            raise UsageError(
-                f"matmul: operand {number} is a {type(operand).__name__}, not a "
-                "tensor; make it one with tpm.tensor(array, group)"
-            )
+    check_tensors("matmul", (a, b))
     if a.ndim == 0 or b.ndim == 0:
         raise ShapeError("matmul: an operand has no dims; use a * b to scale")
     inner = a.shape[-1], b.shape[-2 if b.ndim > 1 else 0]
