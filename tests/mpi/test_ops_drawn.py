@@ -8,9 +8,12 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+from hypothesis.extra.numpy import basic_indices
 
 import tparmpi as tpm
 from tests.cases.case import Case, values
+from tests.cases.indexing import scatter_add
+from tests.cases.rearranging import first
 from tests.comparison import errors, unchecked_reference
 from tparmpi.testing import all_layouts
 
@@ -234,6 +237,82 @@ def pieces(draw) -> Case:
 
 
 @st.composite
+def cuts(draw) -> Case:
+    """Basic keys: integers, slices of any step, new dims, an ellipsis."""
+    shape = draw(shapes())
+    key = draw(basic_indices(shape, allow_newaxis=True, allow_ellipsis=True))
+    return Case(
+        "getitem", lambda x: x[key], lambda x: x[key], [values(*shape)], str(key)
+    )
+
+
+@st.composite
+def shifts(draw) -> Case:
+    """Padded, rolled or repeated."""
+    shape = draw(shapes(1))
+    dim = draw(dim_of(shape))
+    widths = tuple(draw(st.tuples(*[st.integers(0, 3)] * 2)) for _ in shape)
+    amount = draw(st.integers(-9, 9))
+    apply, reference = draw(
+        st.sampled_from(
+            [
+                (lambda x: x.pad(widths), lambda x: np.pad(x, widths)),
+                (lambda x: x.roll(amount, dim), lambda x: np.roll(x, amount, dim)),
+                (
+                    lambda x: x.repeat(abs(amount) // 2, dim),
+                    lambda x: np.repeat(x, abs(amount) // 2, dim),
+                ),
+            ]
+        )
+    )
+    name = f"{widths} {amount} {dim}"
+    return Case("pad", apply, reference, [values(*shape)], name)
+
+
+@st.composite
+def indexed(draw) -> Case:
+    """Taken, gathered, or added at indices that occur several times."""
+    shape = draw(shapes(1, sizes=FULL_SIZES))
+    dim = draw(dim_of(shape))
+    size = shape[dim]
+    along = (*shape[:dim], draw(SIZES), *shape[dim + 1 :])
+    ids = np.arange(prod(along)).reshape(along) * 7 % (2 * size) - size
+    if draw(st.booleans()):
+        few = draw(shapes(most=2))
+        chosen = np.arange(prod(few)).reshape(few) * 7 % (2 * size) - size
+        return Case(
+            "take",
+            lambda x, i: x.take(i, dim),
+            lambda x, i: np.take(x, i, dim),
+            [values(*shape), chosen],
+        )
+    return Case(
+        "gather",
+        lambda x, i, y: x.scatter_add(i, x.gather(i, dim) * y, dim),
+        lambda x, i, y: scatter_add(x, i, np.take_along_axis(x, i, dim) * y, dim),
+        [values(*shape), ids, values(*along, seed=1)],
+    )
+
+
+@st.composite
+def orders(draw) -> Case:
+    """The first few of numbers of which many are equal."""
+    shape = draw(shapes(1))
+    dim = draw(dim_of(shape))
+    k = draw(st.integers(0, shape[dim]))
+    largest = draw(st.booleans())
+    x = np.arange(prod(shape)).reshape(shape) * 7 % 5 * 1.0
+    return Case(
+        "topk",
+        lambda x: x.topk(k, dim, largest),
+        lambda x: first(k, x, dim, largest),
+        [x],
+        f"{k} of dim {dim}",
+        constant=(0,),
+    )
+
+
+@st.composite
 def softmaxes(draw) -> Case:
     shape = draw(shapes(1, sizes=FULL_SIZES))
     dim = draw(dim_of(shape))
@@ -260,6 +339,10 @@ FAMILIES = [
     transposes,
     joins,
     pieces,
+    cuts,
+    shifts,
+    indexed,
+    orders,
     softmaxes,
     lookups,
 ]

@@ -71,3 +71,21 @@ def test_a_layer_and_its_gradients(way):
         (v.grad, active.T @ ones),
     ]:
         assert np.allclose(got.numpy(), wanted, rtol=0, atol=TOLERANCE)
+
+
+def test_indices_that_change_their_owner(way):
+    """Slices, joins and paddings of a split dim, and their gradients."""
+    trio = way.group([1, 2, 0])
+    if not trio.is_member:
+        return
+    whole = values(7, 4)
+    x = tpm.tensor(way.put(whole), trio.autodiff()).with_sharding(tpm.Shard(0))
+    x.require_grad()
+    with tpm.no_implicit_gather():
+        y = tpm.concat([x[::-2], x.pad(((1, 2), (0, 0)), 1.5)])
+        (y * y).sum().backward()
+    padded = np.pad(whole, ((1, 2), (0, 0)), constant_values=1.5)
+    assert np.array_equal(y.numpy(), np.concatenate([whole[::-2], padded]))
+    gradient = 2 * whole
+    gradient[::2] *= 2
+    assert np.array_equal(x.grad.numpy(), gradient)

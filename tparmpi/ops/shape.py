@@ -17,6 +17,8 @@ from tparmpi.sharding import Move, Shard, Span, bind, chunks_over, find_moves
 from tparmpi.tensors import Plan, Tensor, method, operator
 from tparmpi.tensors.moves import carry, carry_back, moving_group
 
+_FIRST = Shard(0)
+
 
 def _reshape_rule(
     x: tuple[int, ...], *, shape: tuple[int, ...], moved: bool = False
@@ -122,10 +124,10 @@ def _keeps_first(x: tuple[int, ...], shape: tuple[int, ...], members: int) -> bo
 
 def _must_move(x: Tensor, shape: tuple[int, ...]) -> bool:
     """Whether only the first dim is split, over one axis, and cannot stay so."""
-    if not x.shape or not shape:
+    if _FIRST not in x.layout or not shape:
         return False
     splits = [i for i, p in enumerate(x.layout) if isinstance(p, Shard)]
-    if len(splits) != 1 or x.layout[splits[0]] != Shard(0):
+    if len(splits) != 1:
         return False
     return not _keeps_first(x.shape, shape, x.spec.place.shape[splits[0]])
 

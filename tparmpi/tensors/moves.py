@@ -139,19 +139,22 @@ def _carry(
             incoming.setdefault(source.member, []).append(part)
     arriving, leaving = {}, []
     if group is not None:
-        for member in incoming:
+        for member, places in incoming.items():
             if member != rank:
-                arriving[member] = group.start.recv(member)
+                # What need not be cut into pieces is received in its place.
+                into = places[0] if write is _assign and len(places) == 1 else None
+                arriving[member] = group.start.recv(member, out=into)
         for member, parts in outgoing.items():
             if member != rank:
                 leaving.append(group.start.send(_joined(group, parts, dim), member))
-    for member in sorted(incoming):
+    for member, places in sorted(incoming.items()):
         if member == rank:
             values = outgoing[rank]
         else:
-            values = _cut(arriving.pop(member).wait(), incoming[member], dim)
-        for into, value in zip(incoming[member], values, strict=True):
-            write(into, value)
+            values = _cut(arriving.pop(member).wait(), places, dim)
+        for into, value in zip(places, values, strict=True):
+            if into is not value:
+                write(into, value)
     for handle in leaving:
         handle.wait()
 
@@ -164,6 +167,8 @@ def _joined(group: Group, parts: list[Any], dim: int) -> Any:
 
 def _cut(message: Any, places: list[Any], dim: int) -> list[Any]:
     """The message in pieces as long as the places they go to."""
+    if message is places[0]:
+        return places
     pieces = []
     stop = 0
     for place in places:
