@@ -3,7 +3,9 @@
 from tests.cases import (
     arithmetic,
     attention,
+    comparison,
     contraction,
+    functions,
     indexing,
     network,
     rearranging,
@@ -14,6 +16,8 @@ from tests.cases.case import Case
 
 CASES: list[Case] = [
     *arithmetic.CASES,
+    *functions.CASES,
+    *comparison.CASES,
     *contraction.CASES,
     *reductions.CASES,
     *shape.CASES,

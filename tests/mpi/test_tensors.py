@@ -153,7 +153,7 @@ def test_an_axis_of_one_member_communicates_nothing():
         (lambda t: np.ones(2) + t, "make it one with tpm.tensor"),
         (lambda t: t @ np.ones(2), "make it one with tpm.tensor"),
         (lambda t: t.softmax(2), "no dim 2"),
-        (lambda t: t.gelu(approximate=True), "unknown argument 'approximate'"),
+        (lambda t: t.gelu(exact=True), "unknown argument 'exact'"),
         (lambda t: t.reshape((4, 4)), "do not fit the shape"),
         (lambda t: t.dropout(1.0), "below 1"),
         (lambda t: t.split((1, 1), 1), "do not add up"),

@@ -104,6 +104,14 @@ class Backend(ABC):
 
     # Elementwise and normalisation
 
+    @abstractmethod
+    def erf(self, x: Array) -> Array:
+        """Return the error function of ``x``."""
+
+    @abstractmethod
+    def erfc(self, x: Array) -> Array:
+        """Return ``1 - erf(x)``, precise where that is small."""
+
     def gelu(self, x: Array) -> Array:
         """See `kernels.gelu`."""
         return kernels.gelu(self.xp, x)

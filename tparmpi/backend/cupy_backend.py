@@ -91,6 +91,16 @@ class CupyBackend(Backend):
             "tparmpi_philox",
         )
 
+    def erf(self, x: Any) -> Any:
+        from cupyx.scipy.special import erf
+
+        return erf(x)
+
+    def erfc(self, x: Any) -> Any:
+        from cupyx.scipy.special import erfc
+
+        return erfc(x)
+
     def _normal_quantile(self, probability: Any) -> Any:
         from cupyx.scipy.special import ndtri
 

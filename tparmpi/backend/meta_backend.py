@@ -44,6 +44,12 @@ class MetaBackend(Backend):
     def random_words(self, key: Any, first: int, count: int) -> NoReturn:
         raise _no_values("random_words")
 
+    def erf(self, x: MetaArray) -> NoReturn:
+        raise _no_values("erf")
+
+    def erfc(self, x: MetaArray) -> NoReturn:
+        raise _no_values("erfc")
+
     def _normal_quantile(self, probability: MetaArray) -> NoReturn:
         raise _no_values("normal_quantile")
 

@@ -79,6 +79,16 @@ class NumpyBackend(Backend):
         words = stream.random_raw(lane + count)
         return words[lane:] if lane else words
 
+    def erf(self, x: np.ndarray) -> np.ndarray:
+        from scipy.special import erf
+
+        return erf(x)
+
+    def erfc(self, x: np.ndarray) -> np.ndarray:
+        from scipy.special import erfc
+
+        return erfc(x)
+
     def _normal_quantile(self, probability: np.ndarray) -> np.ndarray:
         from scipy.special import ndtri
 

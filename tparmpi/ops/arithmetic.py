@@ -1,18 +1,32 @@
-"""Elementwise operators."""
+"""Elementwise arithmetic, broadcast and with dtypes as NumPy has them.
+
+In all but the wrappers a number may stand for one of two operands.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from tparmpi.backend import dtypes
 from tparmpi.errors import UsageError
-from tparmpi.tensors import Plan, Tensor, method, operator, random
+from tparmpi.tensors import (
+    NUMBERS,
+    Plan,
+    Tensor,
+    beside,
+    fitted,
+    method,
+    operator,
+    registry,
+)
+
+Dtypes = Sequence[np.dtype[Any]]
 
 
-def _sum_to(plan: Plan, grad: Any, operand: int) -> Any:
+def sum_to(plan: Plan, grad: Any, operand: int) -> Any:
     """Sum `grad` over the dims along which `operand` was broadcast."""
     shape = plan.inputs[operand].local_shape
     if grad.shape == shape:
@@ -23,18 +37,35 @@ def _sum_to(plan: Plan, grad: Any, operand: int) -> Any:
         for dim, size in enumerate(shape)
         if size == 1 and grad.shape[extra + dim] != 1
     )
-    return grad.sum(axis=axes).reshape(shape)
+    wide = dtypes.accumulation_dtype(grad.dtype)
+    return grad.sum(axis=axes, dtype=wide).reshape(shape)
 
 
-def floating(
-    operands: Sequence[np.dtype[Any]], attributes: dict[str, Any]
-) -> np.dtype[Any]:
+def floating(operands: Dtypes, attributes: dict[str, Any]) -> np.dtype[Any]:
     """Return the dtype of a function of real numbers: integers become float64."""
-    dtype = np.result_type(*operands)
+    dtype = dtypes.promote(*operands)
     return np.dtype(np.float64) if dtype.kind in "biu" else dtype
 
 
-@operator("... + ...->...", additive=True)
+def without_bools(name: str, instead: str) -> Callable[..., np.dtype[Any]]:
+    """Return a dtype rule that promotes, and refuses bools as NumPy does."""
+
+    def rule(operands: Dtypes, attributes: dict[str, Any]) -> np.dtype[Any]:
+        dtype = dtypes.promote(*operands)
+        if dtype.kind == "b":
+            raise UsageError(f"{name}: it has no meaning for bools; {instead}")
+        return dtype
+
+    return rule
+
+
+def integers_of_bools(operands: Dtypes, attributes: dict[str, Any]) -> np.dtype[Any]:
+    """Promote; bools become int8, as NumPy's powers and floor divisions of them do."""
+    dtype = dtypes.promote(*operands)
+    return np.dtype(np.int8) if dtype.kind == "b" else dtype
+
+
+@operator("... + ...->...", additive=True, numbers=beside)
 def add(plan: Plan, a: Any, b: Any) -> Any:
     """Return ``a + b``, broadcast as NumPy does."""
     return a + b, None
@@ -43,12 +74,17 @@ def add(plan: Plan, a: Any, b: Any) -> Any:
 @add.define_backward
 def _(plan: Plan, saved: Any, grad: Any, wanted: tuple[bool, ...]) -> Any:
     return tuple(
-        _sum_to(plan, grad, number) if want else None
+        sum_to(plan, grad, number) if want else None
         for number, want in enumerate(wanted)
     )
 
 
-@operator("... + ...->...", additive=True)
+@operator(
+    "... + ...->...",
+    additive=True,
+    dtype=without_bools("sub", "use a ^ b, or cast one to integers"),
+    numbers=beside,
+)
 def sub(plan: Plan, a: Any, b: Any) -> Any:
     """Return ``a - b``, broadcast as NumPy does."""
     return a - b, None
@@ -56,12 +92,12 @@ def sub(plan: Plan, a: Any, b: Any) -> Any:
 
 @sub.define_backward
 def _(plan: Plan, saved: Any, grad: Any, wanted: tuple[bool, ...]) -> Any:
-    left = _sum_to(plan, grad, 0) if wanted[0] else None
-    right = -_sum_to(plan, grad, 1) if wanted[1] else None
+    left = sum_to(plan, grad, 0) if wanted[0] else None
+    right = -sum_to(plan, grad, 1) if wanted[1] else None
     return left, right
 
 
-@operator("...,...->...", linear=(0, 1))
+@operator("...,...->...", linear=(0, 1), numbers=beside)
 def mul(plan: Plan, a: Any, b: Any) -> Any:
     """Return ``a * b``, broadcast as NumPy does."""
     return a * b, (a, b)
@@ -70,120 +106,213 @@ def mul(plan: Plan, a: Any, b: Any) -> Any:
 @mul.define_backward
 def _(plan: Plan, saved: Any, grad: Any, wanted: tuple[bool, ...]) -> Any:
     a, b = saved
-    left = _sum_to(plan, grad * b, 0) if wanted[0] else None
-    right = _sum_to(plan, grad * a, 1) if wanted[1] else None
+    left = sum_to(plan, grad * b, 0) if wanted[0] else None
+    right = sum_to(plan, grad * a, 1) if wanted[1] else None
     return left, right
 
 
-@operator("...->...", linear=(0,))
-def scale(plan: Plan, x: Any, *, factor: float) -> Any:
+@operator("...,...->...", linear=(0,), dtype=floating, numbers=beside)
+def div(plan: Plan, a: Any, b: Any) -> Any:
+    """Return ``a / b``, broadcast as NumPy does; of integers it is float64.
+
+    A pending sum in `a` stays pending.
+    """
+    return a / b, (a, b)
+
+
+@div.define_backward
+def _(plan: Plan, saved: Any, grad: Any, wanted: tuple[bool, ...]) -> Any:
+    a, b = saved
+    share = grad / b
+    left = sum_to(plan, share, 0) if wanted[0] else None
+    right = -sum_to(plan, share * (a / b), 1) if wanted[1] else None
+    return left, right
+
+
+def _floor_dtype(operands: Dtypes, attributes: dict[str, Any]) -> np.dtype[Any]:
+    dtype = integers_of_bools(operands, attributes)
+    if dtype.kind == "c":
+        raise UsageError("floor_divide: complex numbers have no floor; use a / b")
+    return dtype
+
+
+@operator("...,...->...", dtype=_floor_dtype, numbers=beside)
+def floor_divide(plan: Plan, a: Any, b: Any) -> Any:
+    """Return ``a // b``: the quotient rounded down, broadcast as NumPy does.
+
+    Its gradients are zero, as they are wherever it has any.
+    """
+    return a // b, None
+
+
+@floor_divide.define_backward
+def _(plan: Plan, saved: Any, grad: Any, wanted: tuple[bool, ...]) -> Any:
+    return tuple(
+        plan.backend.zeros(spec.local_shape, grad.dtype) if want else None
+        for spec, want in zip(plan.inputs, wanted, strict=True)
+    )
+
+
+@operator("...,...->...", name="pow", dtype=integers_of_bools, numbers=beside)
+def _pow(plan: Plan, a: Any, b: Any) -> Any:
+    """Return ``a ** b``, broadcast as NumPy does."""
+    if b.dtype.kind == "i" and b.size and int(b.min()) < 0:
+        raise UsageError(
+            f"pow: integers have no power {int(b.min())}; cast one operand to a "
+            "floating dtype"
+        )
+    y = a**b
+    return y, (a, b, y)
+
+
+@_pow.define_backward
+def _(plan: Plan, saved: Any, grad: Any, wanted: tuple[bool, ...]) -> Any:
+    xp = plan.xp
+    a, b, y = saved
+    left = right = None
+    if wanted[0]:
+        one = b.dtype.type(1)
+        slope = b * a ** (xp.where(b == 0, one, b) - one)
+        left = sum_to(plan, grad * slope, 0)
+    if wanted[1]:
+        level = (a == 0) & (b.real >= 0)
+        logarithm = xp.log(xp.where(level, a.dtype.type(1), a))
+        right = sum_to(plan, grad * (y * logarithm), 1)
+    return left, right
+
+
+@operator("...->...", name="power")
+def _power(plan: Plan, x: Any, *, exponent: Any) -> Any:
+    """Return ``x ** exponent`` for a number, in the dtype of `x`."""
+    if exponent == 2:
+        y = x * x
+    elif exponent == 0.5:
+        y = plan.xp.sqrt(x)
+    elif exponent == -1:
+        y = x.dtype.type(1) / x
+    else:
+        y = x ** x.dtype.type(exponent)
+    kept = y if exponent in (0.5, -1) else x
+    return y, (kept, exponent)
+
+
+@_power.define_backward
+def _(plan: Plan, saved: Any, grad: Any, wanted: tuple[bool, ...]) -> Any:
+    kept, exponent = saved
+    factor = kept.dtype.type(exponent)
+    if exponent == 0.5:
+        return (grad * (factor / kept),)
+    if exponent == -1:
+        return (grad * (factor * kept * kept),)
+    if exponent == 0:
+        return (plan.xp.zeros_like(grad),)
+    slope = kept if exponent == 2 else kept ** kept.dtype.type(exponent - 1)
+    return (grad * (factor * slope),)
+
+
+@method
+def power(x: Tensor, exponent: Any) -> Tensor:
+    """Return ``x ** exponent`` for a number `exponent`.
+
+    The powers 2, 0.5 and -1 are a product, a root and a quotient.
+
+    Raises
+    ------
+    UsageError
+        If an integer is raised to a negative integer.
+    """
+    x = fitted("power", x, exponent)
+    if x.dtype.kind in "iu" and exponent < 0:
+        raise UsageError(
+            f"power: integers have no power {exponent}; cast the tensor to a floating "
+            "dtype"
+        )
+    return _apply("power", x, exponent=exponent)
+
+
+@method
+def pow(a: Any, b: Any) -> Tensor:
+    """Return ``a ** b``, broadcast as NumPy does. One operand may be a number.
+
+    The gradient for `b` is NaN where `a` is negative; that for either is 0 where the
+    power is constant: ``0 ** b`` with ``b >= 0``, and ``a ** 0``.
+
+    Raises
+    ------
+    UsageError
+        If an integer is raised to a negative integer.
+    """
+    return power(a, b) if isinstance(b, NUMBERS) else _apply("pow", a, b)
+
+
+@operator("...->...", name="scale", linear=(0,))
+def _scale(plan: Plan, x: Any, *, factor: Any) -> Any:
     """Return ``factor * x`` for a number `factor`, in the dtype of `x`."""
     factor = x.dtype.type(factor)
     return x * factor, factor
 
 
-@scale.define_backward
+@_scale.define_backward
 def _(plan: Plan, saved: Any, grad: Any, wanted: tuple[bool, ...]) -> Any:
     return (grad * saved,)
 
 
-@operator("...->...", dtype=floating)
-def gelu(plan: Plan, x: Any) -> Any:
-    """Return the Gaussian error linear unit of `x` in its tanh form.
-
-    ``x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3)))``, Hendrycks and Gimpel (2016).
-    """
-    return plan.backend.gelu(x), x
+@method
+def scale(x: Tensor, factor: Any) -> Tensor:
+    """Return ``factor * x`` for a number `factor`. A pending sum stays pending."""
+    return _apply("scale", fitted("scale", x, factor), factor=factor)
 
 
-@gelu.define_backward
+@operator("...->...", name="divide", linear=(0,), dtype=floating)
+def _divide(plan: Plan, x: Any, *, divisor: Any) -> Any:
+    """Return ``x / divisor`` for a number `divisor`."""
+    divisor = x.dtype.type(divisor)
+    return x / divisor, divisor
+
+
+@_divide.define_backward
 def _(plan: Plan, saved: Any, grad: Any, wanted: tuple[bool, ...]) -> Any:
-    return (plan.backend.gelu_backward(saved, grad),)
-
-
-def _cast_rule(x: tuple[int, ...], *, dtype: np.dtype[Any]) -> str:
-    return "...->..."
-
-
-def _cast_dtype(
-    operands: Sequence[np.dtype[Any]], attributes: dict[str, Any]
-) -> np.dtype[Any]:
-    return np.dtype(attributes["dtype"])
-
-
-def _cast_linear(
-    operands: Sequence[np.dtype[Any]], attributes: dict[str, Any]
-) -> tuple[int, ...]:
-    """A pending sum passes only if the type is at least as wide: rounding "
-    "is not linear.
-    """
-    wide = np.result_type(operands[0], attributes["dtype"]) == attributes["dtype"]
-    return (0,) if wide else ()
-
-
-@operator(_cast_rule, name="cast", linear=_cast_linear, dtype=_cast_dtype, cast=False)
-def _cast(plan: Plan, x: Any) -> Any:
-    """Return `x` converted to the attribute `dtype`."""
-    return x.astype(plan.attributes["dtype"]), None
-
-
-@_cast.define_backward
-def _(plan: Plan, saved: Any, grad: Any, wanted: tuple[bool, ...]) -> Any:
-    return (grad.astype(plan.inputs[0].dtype),)
+    return (grad / saved,)
 
 
 @method
-def cast(x: Tensor, dtype: Any) -> Tensor:
-    """Return `x` converted to `dtype`. Local, but for a pending sum made narrower.
-
-    A sum that is pending is reduced before it is rounded to a narrower type.
-    """
-    target = dtypes.dtype(dtype)
-    if target == x.dtype:
-        return x
-    result: Tensor = _cast(x, dtype=target)
-    return result
+def divide(x: Tensor, divisor: Any) -> Tensor:
+    """Return ``x / divisor`` for a number `divisor`. A pending sum stays pending."""
+    return _apply("divide", fitted("divide", x, divisor), divisor=divisor)
 
 
-@operator("...->...", name="dropout", linear=(0,), dtype=floating)
-def _dropout(
-    plan: Plan, x: Any, *, key: tuple[int, int], p: float, rows: int | None
-) -> Any:
-    """Return `x` with elements zeroed with probability `p`, the others scaled up."""
-    mask = random.keep_mask(key, plan.outputs[0], p, rows)
-    factor = x.dtype.type(1 / (1 - p))
-    return x * mask * factor, (mask, factor)
+@operator(
+    "...->...",
+    linear=(0,),
+    dtype=without_bools("neg", "use ~x"),
+)
+def neg(plan: Plan, x: Any) -> Any:
+    """Return ``-x``."""
+    return -x, None
 
 
-@_dropout.define_backward
+@neg.define_backward
 def _(plan: Plan, saved: Any, grad: Any, wanted: tuple[bool, ...]) -> Any:
-    mask, factor = saved
-    return (grad * mask * factor,)
+    return (-grad,)
 
 
-@method
-def dropout(x: Tensor, p: float, stream: str = "") -> Tensor:
-    """Return `x` with elements zeroed with probability `p`, the others scaled. Local.
+def _abs_dtype(operands: Dtypes, attributes: dict[str, Any]) -> np.dtype[Any]:
+    (dtype,) = operands
+    return np.dtype(f"f{dtype.itemsize // 2}") if dtype.kind == "c" else dtype
 
-    The mask is a function of (seed, stream, call, step, index in the global batch), see
-    `tpm.random.scope`: the same on every layout.
 
-    Parameters
-    ----------
-    p
-        In [0, 1).
-    stream
-        Name of the stream of random numbers, such as a module's path.
+@operator("...->...", dtype=_abs_dtype, cast=False)
+def abs(plan: Plan, x: Any) -> Any:
+    """Return the absolute value of `x`. Its derivative at 0 is 0."""
+    return plan.xp.abs(x), x
 
-    Raises
-    ------
-    UsageError
-        If `p` is out of range.
-    """
-    if not 0 <= p < 1:
-        raise UsageError(f"dropout: p must be at least 0 and below 1, it is {p}")
-    if p == 0:
-        return x
-    now = random.current()
-    result: Tensor = _dropout(x, key=now.next_key(stream), p=p, rows=now.rows)
+
+@abs.define_backward
+def _(plan: Plan, saved: Any, grad: Any, wanted: tuple[bool, ...]) -> Any:
+    sign = plan.xp.sign(saved)
+    return (grad * (sign.conj() if sign.dtype.kind == "c" else sign),)
+
+
+def _apply(name: str, *operands: Any, **keywords: Any) -> Tensor:
+    result: Tensor = registry[name](*operands, **keywords)
     return result

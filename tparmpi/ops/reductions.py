@@ -10,7 +10,7 @@ import numpy as np
 
 from tparmpi.backend import dtypes
 from tparmpi.errors import ShapeError, UsageError
-from tparmpi.ops.arithmetic import cast
+from tparmpi.ops.casting import cast
 from tparmpi.ops.combiners import (
     combine,
     combined_rule,

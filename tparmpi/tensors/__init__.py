@@ -4,6 +4,7 @@ from tparmpi.tensors import random
 from tparmpi.tensors.create import from_local, tensor
 from tparmpi.tensors.gradients import backward, grad, value_and_grad
 from tparmpi.tensors.local_map import local_map
+from tparmpi.tensors.numbers import NUMBERS, beside, compared, fitted
 from tparmpi.tensors.operator import Operator, operator
 from tparmpi.tensors.passes import Deferred
 from tparmpi.tensors.plan import FactorShard, Plan
@@ -16,6 +17,7 @@ from tparmpi.tensors.tensor import Tensor
 from tparmpi.tensors.transfer import to
 
 __all__ = [
+    "NUMBERS",
     "Deferred",
     "FactorShard",
     "Operator",
@@ -23,6 +25,9 @@ __all__ = [
     "Spec",
     "Tensor",
     "backward",
+    "beside",
+    "compared",
+    "fitted",
     "from_local",
     "grad",
     "local_map",

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from tparmpi.backend import MetaArray
+from tparmpi.backend.dtypes import promote
 from tparmpi.comm import progress
 from tparmpi.comm.ledger import current
 from tparmpi.errors import ImplicitGatherWarning, ShardingError
@@ -48,7 +49,7 @@ def apply(
         key = (operator, attributes, *[operand.spec for operand in operands[1:]])
         plan = first.plans[key]
     except (AttributeError, IndexError, KeyError):
-        plan = _make_plan(operator, operands, attributes)
+        operands, plan = _prepare(operator, operands, attributes)
     if plan.gathered:
         if any(operand.is_parameter for operand in operands):
             plan = _make_plan(operator, operands, attributes)
@@ -149,6 +150,37 @@ def _shells(plan: Plan, operands: Sequence[Tensor]) -> Any:
         for spec in plan.outputs
     )
     return shells[0] if len(shells) == 1 else shells
+
+
+def _prepare(
+    operator: Operator,
+    operands: Sequence[Any],
+    attributes: tuple[tuple[str, Any], ...],
+) -> tuple[Sequence[Tensor], Plan]:
+    """The operands as tensors, and the plan for them, found or made."""
+    if operator.numbers is not None:
+        operands = _with_numbers(operator, operands)
+        if all(isinstance(operand, Tensor) for operand in operands):
+            key = (operator, attributes, *[operand.spec for operand in operands[1:]])
+            plan = operands[0].spec.plans.get(key)
+            if plan is not None:
+                return operands, plan
+    return operands, _make_plan(operator, operands, attributes)
+
+
+def _with_numbers(operator: Operator, operands: Sequence[Any]) -> Sequence[Any]:
+    """`operands` with tensors in place of the numbers."""
+    tensors = [operand for operand in operands if isinstance(operand, Tensor)]
+    if not tensors or len(tensors) == len(operands):
+        return operands
+    assert operator.numbers is not None
+    dtype = promote(*[tensor.dtype for tensor in tensors])
+    return [
+        operand
+        if isinstance(operand, Tensor)
+        else tensors[0].constant(operator.numbers(operator.name, operand, dtype))
+        for operand in operands
+    ]
 
 
 def _make_plan(

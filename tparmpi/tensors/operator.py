@@ -20,6 +20,9 @@ perhaps with sizes of factors that the operands do not tell."""
 Dtypes = Callable[..., np.dtype[Any] | tuple[np.dtype[Any], ...]]
 """A function of the operands' dtypes and the attributes that returns the outputs'."""
 
+Numbers = Callable[[str, Any, np.dtype[Any]], np.ndarray[Any, Any]]
+"""See `Operator.numbers`."""
+
 _EMPTY = inspect.Parameter.empty
 
 
@@ -53,6 +56,10 @@ class Operator:
         Whether operands of another dtype are cast to the (first) output's first.
     view
         Whether outputs may share the memory of the only operand.
+    numbers
+        Function of the operator's name, a number and the other operands' dtype that
+        returns the array without dims which the number stands for, or None where
+        numbers may not stand for operands; see `tparmpi.tensors.numbers`.
     """
 
     def __init__(
@@ -66,6 +73,7 @@ class Operator:
         dtype: Dtypes | None = None,
         cast: bool = True,
         view: bool = False,
+        numbers: Numbers | None = None,
     ) -> None:
         self.name = name
         self.rules = rules
@@ -76,6 +84,7 @@ class Operator:
         self.dtype = dtype
         self.cast = cast
         self.view = view
+        self.numbers = numbers
         self.scalars = _keyword_defaults(forward)
         self.attributes = {} if isinstance(rules, str) else _keyword_defaults(rules)
         self.__doc__ = forward.__doc__
@@ -141,6 +150,7 @@ def operator(
     dtype: Dtypes | None = None,
     cast: bool = True,
     view: bool = False,
+    numbers: Numbers | None = None,
 ) -> Callable[[Callable[..., Any]], Operator]:
     """Register the decorated forward function as an operator.
 
@@ -165,6 +175,7 @@ def operator(
             dtype=dtype,
             cast=cast,
             view=view,
+            numbers=numbers,
         )
         if record.name in registry:
             raise UsageError(f"operator: there is already one named '{record.name}'")

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from tparmpi.backend.dtypes import promote
 from tparmpi.sharding import (
     FREE,
     PARTIAL,
@@ -234,6 +235,6 @@ def _output_dtypes(
     count: int,
 ) -> tuple[np.dtype[Any], ...]:
     if operator.dtype is None:
-        return (np.result_type(*dtypes),) * count
+        return (promote(*dtypes),) * count
     made = operator.dtype(dtypes, attributes)
     return made if isinstance(made, tuple) else (made,) * count

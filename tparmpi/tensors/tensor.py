@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from numbers import Number
 from typing import Any
 
 import numpy as np
 
-from tparmpi.backend import MetaArray, dtypes
+from tparmpi.backend import MetaArray
 from tparmpi.comm import Place
-from tparmpi.errors import AutodiffError, ShapeError, ShardingError, UsageError
+from tparmpi.errors import AutodiffError, ShapeError, ShardingError
 from tparmpi.sharding import Layout, Placement, replicated
 from tparmpi.tensors import tape
+from tparmpi.tensors.protocol import Protocol
 from tparmpi.tensors.redistribute import follow, route_to
-from tparmpi.tensors.registry import methods, registry
+from tparmpi.tensors.registry import methods
 from tparmpi.tensors.request import refuse_empty, requested_layout
 from tparmpi.tensors.spec import Spec, describe_layout, spec_of
 
 
-class Tensor:
+class Tensor(Protocol):
     """An array of global shape, laid out over the ranks of a device, group or mesh.
 
     Made by `tpm.tensor`, `tpm.from_local` and operators. Immutable but for
@@ -45,7 +45,6 @@ class Tensor:
         "slot",
         "spec",
     )
-    __array_ufunc__ = None
     is_parameter = False
 
     def __init__(
@@ -85,6 +84,23 @@ class Tensor:
     def dtype(self) -> np.dtype[Any]:
         """Dtype of the elements."""
         return self.spec.dtype
+
+    @property
+    def T(self) -> Tensor:
+        """The transpose of a matrix. Local.
+
+        Raises
+        ------
+        ShapeError
+            If there are not two dims; `transpose` takes any number.
+        """
+        if self.ndim != 2:
+            raise ShapeError(
+                f"T: a tensor of shape {self.shape} is no matrix; say the order of the "
+                "dims with transpose(dims)"
+            )
+        result: Tensor = methods["transpose"](self)
+        return result
 
     @property
     def layout(self) -> Layout:
@@ -214,6 +230,11 @@ class Tensor:
                 self.cell = [0]
         return self
 
+    def astype(self, dtype: Any) -> Tensor:
+        """Return the tensor converted to `dtype`; see `cast`."""
+        result: Tensor = methods["cast"](self, dtype)
+        return result
+
     def detach(self) -> Tensor:
         """Return the same values without their history. Local."""
         tensor = Tensor(self.spec, self._array, self.device, cell=self.cell)
@@ -291,11 +312,6 @@ class Tensor:
             host = self.spec.place.backend.to_host(whole.array)
         return np.array(host)
 
-    def __array__(
-        self, dtype: Any = None, copy: bool | None = None
-    ) -> np.ndarray[Any, Any]:
-        return np.asarray(self.numpy(), dtype or self.dtype)
-
     def item(self) -> Any:
         """Return the value of a tensor of one element. Collective over the place."""
         if self.size != 1:
@@ -304,14 +320,15 @@ class Tensor:
             )
         return self.numpy().reshape(()).item()
 
-    def __float__(self) -> float:
-        return float(self.item())
-
-    def __int__(self) -> int:
-        return int(self.item())
-
-    def __bool__(self) -> bool:
-        return bool(self.item())
+    def constant(self, value: np.ndarray[Any, Any]) -> Tensor:
+        """Return an array without dims as a tensor on the place of this one. Local."""
+        place, axes = self.spec.place, len(self.spec.layout)
+        spec = spec_of(place, (), value.dtype, replicated(axes))
+        if not place.is_member:
+            return Tensor(spec, MetaArray((), value.dtype), place)
+        tensor = Tensor(spec, None, place)
+        tensor._host = value
+        return tensor
 
     def write_local(self, array: Any) -> None:
         """Overwrite this rank's block in place. Local.
@@ -348,11 +365,6 @@ class Tensor:
             f"{describe_layout(self.spec)}, device={self.device}{extra})"
         )
 
-    def __len__(self) -> int:
-        if not self.shape:
-            raise TypeError("len() of a tensor without dims")
-        return self.shape[0]
-
     def __getattr__(self, name: str) -> Callable[..., Any]:
         function = methods.get(name)
         if function is None:
@@ -361,38 +373,6 @@ class Tensor:
 
     def __dir__(self) -> list[str]:
         return sorted({*super().__dir__(), *methods})
-
-    def __add__(self, other: Any) -> Tensor:
-        return _binary("add", self, other)
-
-    def __radd__(self, other: Any) -> Tensor:
-        return _binary("add", other, self)
-
-    def __sub__(self, other: Any) -> Tensor:
-        return _binary("sub", self, other)
-
-    def __rsub__(self, other: Any) -> Tensor:
-        return _binary("sub", other, self)
-
-    def __mul__(self, other: Any) -> Tensor:
-        if isinstance(other, Number):
-            return _apply("scale", _fit_for(self, other), factor=other)
-        return _binary("mul", self, other)
-
-    __rmul__ = __mul__
-
-    def __truediv__(self, other: Any) -> Tensor:
-        if not isinstance(other, Number):
-            return NotImplemented
-        factor = 1 / other  # type: ignore[operator]
-        return _apply("scale", _fit_for(self, factor), factor=factor)
-
-    def __neg__(self) -> Tensor:
-        return _apply("scale", self, factor=-1)
-
-    def __matmul__(self, other: Any) -> Tensor:
-        result: Tensor = methods["matmul"](self, other)
-        return result
 
     def _refuse_shell(self, what: str) -> None:
         if self.is_shell:
@@ -413,49 +393,3 @@ class _Bound:
 
     def __call__(self, *args: Any, **keywords: Any) -> Any:
         return self.function(self.tensor, *args, **keywords)
-
-
-def _binary(name: str, left: Any, right: Any) -> Tensor:
-    if not isinstance(left, Tensor):
-        left = _constant(name, left, right)
-    elif not isinstance(right, Tensor):
-        right = _constant(name, right, left)
-    return _apply(name, left, right)
-
-
-def _apply(name: str, *operands: Tensor, **keywords: Any) -> Tensor:
-    result: Tensor = registry[name](*operands, **keywords)
-    return result
-
-
-def _constant(name: str, value: Any, like: Tensor) -> Tensor:
-    """A number as a tensor without dims, of the dtype and place of `like`."""
-    if not isinstance(value, Number):
-        raise TypeError(
-            f"{name}: operand is a {type(value).__name__}, not a tensor; make it one "
-            "with tpm.tensor(array, group)"
-        )
-    place = like.spec.place
-    dtype = dtypes.promote(like.dtype, value)
-    try:
-        host = np.asarray(value, dtype)
-    except OverflowError:
-        raise UsageError(
-            f"{name}: {value} does not fit into {dtype}; cast the tensor to a wider "
-            "dtype"
-        ) from None
-    spec = spec_of(place, (), dtype, replicated(len(like.layout)))
-    if like.is_shell:
-        return Tensor(spec, MetaArray((), dtype), place)
-    tensor = Tensor(spec, None, place)
-    tensor._host = host
-    return tensor
-
-
-def _fit_for(tensor: Tensor, factor: Any) -> Tensor:
-    """`tensor`, cast where NumPy would give a product with `factor` another dtype."""
-    dtype = dtypes.promote(tensor.dtype, factor)
-    if dtype == tensor.dtype:
-        return tensor
-    result: Tensor = methods["cast"](tensor, dtype)
-    return result
