@@ -26,6 +26,11 @@ def contract(backend: Backend, rule: str, a: Any, b: Any) -> Any:
         Explicit, such as ``"btd,dhe->bthe"``; no letter twice in one operand.
     """
     recipe = _recipe(rule)
+    if recipe.is_matrices:
+        left = a.swapaxes(-1, -2) if recipe.swap_a else a
+        right = b.swapaxes(-1, -2) if recipe.swap_b else b
+        product = xp.matmul(left, right)
+        return product.transpose(recipe.order) if recipe.order else product
     for axes, which in ((recipe.lone_a, 0), (recipe.lone_b, 1)):
         if axes and which == 0:
             a = a.sum(axis=axes)
@@ -44,9 +49,26 @@ def contract(backend: Backend, rule: str, a: Any, b: Any) -> Any:
 
 
 class _Recipe:
-    """How a product of two operands becomes a matrix product."""
+    """How a product of two operands becomes a matrix product.
 
-    __slots__ = ("left", "letters_a", "letters_b", "lone_a", "lone_b", "order", "right")
+    Attributes
+    ----------
+    is_matrices
+        Whether they are (batches of) matrices already, perhaps swapped.
+    """
+
+    __slots__ = (
+        "is_matrices",
+        "left",
+        "letters_a",
+        "letters_b",
+        "lone_a",
+        "lone_b",
+        "order",
+        "right",
+        "swap_a",
+        "swap_b",
+    )
 
     def __init__(self, rule: str) -> None:
         operands, out = rule.split("->")
@@ -64,6 +86,15 @@ class _Recipe:
         self.right = (batch, summed, columns)
         made = batch + rows + columns
         self.order = None if made == out else tuple(made.index(x) for x in out)
+        self.swap_a = a == batch + summed + rows
+        self.swap_b = b == batch + columns + summed
+        self.is_matrices = (
+            not self.lone_a
+            and not self.lone_b
+            and len(rows) == len(summed) == len(columns) == 1
+            and (self.swap_a or a == batch + rows + summed)
+            and (self.swap_b or b == batch + summed + columns)
+        )
 
 
 @lru_cache(maxsize=4096)
@@ -103,19 +134,27 @@ def _product_gradient(
     plan: Plan, rule: str, arrays: Sequence[Any], grad: Any, number: int
 ) -> Any:
     """Gradient of operand `number`: the product of the output's with the others."""
-    operands, out = rule.split("->")
-    letters = operands.split(",")
-    own = letters[number]
-    others = [x for i, x in enumerate(letters) if i != number]
-    present = set(out).union(*others)
-    kept = "".join(x for x in own if x in present)
-    factors = [grad, *(x for i, x in enumerate(arrays) if i != number)]
-    result = _product(plan, ",".join([out, *others]) + "->" + kept, factors)
-    if kept == own:
+    product, lone = _gradient_rule(rule, number)
+    factors = (grad, *arrays[:number], *arrays[number + 1 :])
+    result = _product(plan, product, factors)
+    if not lone:
         return result
     shape = arrays[number].shape
-    lone = tuple(i for i, x in enumerate(own) if x not in present)
     return plan.xp.broadcast_to(plan.xp.expand_dims(result, lone), shape)
+
+
+@lru_cache(maxsize=4096)
+def _gradient_rule(rule: str, number: int) -> tuple[str, tuple[int, ...]]:
+    """The product that is the gradient of operand `number`, and its dims that the
+    output and all others lack: the gradient is the same all along those.
+    """
+    operands, out = rule.split("->")
+    letters = operands.split(",")
+    own = letters.pop(number)
+    present = set(out).union(*letters)
+    kept = "".join(x for x in own if x in present)
+    lone = tuple(i for i, x in enumerate(own) if x not in present)
+    return f"{','.join([out, *letters])}->{kept}", lone
 
 
 def _einsum_rule(*shapes: tuple[int, ...], rule: str) -> str:

@@ -44,7 +44,7 @@ def _sum(plan: Plan, x: Any) -> Any:
 @_sum.define_backward
 def _(plan: Plan, saved: Any, grad: Any, wanted: tuple[bool, ...]) -> Any:
     xp = plan.xp
-    if not plan.attributes["keepdims"]:
+    if grad.ndim and not plan.attributes["keepdims"]:
         grad = xp.expand_dims(grad, plan.attributes["dims"])
     return (xp.broadcast_to(grad, plan.inputs[0].local_shape),)
 

@@ -64,6 +64,8 @@ class Plan:
         Layouts of the gradients that the backward takes and gives.
     may_pass
         For each axis, whether a pending gradient passes through the backward.
+    nothing_pending
+        False for each axis.
     gathered
         Numbers of the operands that are gathered although nobody asked.
     casts
@@ -122,6 +124,7 @@ class Plan:
         self.output_gradients = choice.output_gradients
         self.operand_gradients = choice.operand_gradients
         self.may_pass = choice.may_pass
+        self.nothing_pending = (False,) * len(choice.may_pass)
         self.gathered = choice.gathered
         self.factors = {f: self._factor_shard(f) for f in self.rule.sizes}
         self._leads = tuple(self._is_added_here(n) for n in range(len(specs)))
