@@ -29,7 +29,7 @@ def contract(backend: Backend, rule: str, a: Any, b: Any) -> Any:
     if recipe.is_matrices:
         left = a.swapaxes(-1, -2) if recipe.swap_a else a
         right = b.swapaxes(-1, -2) if recipe.swap_b else b
-        product = xp.matmul(left, right)
+        product = backend.matmul(left, right)
         return product.transpose(recipe.order) if recipe.order else product
     for axes, which in ((recipe.lone_a, 0), (recipe.lone_b, 1)):
         if axes and which == 0:

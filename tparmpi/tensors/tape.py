@@ -330,7 +330,7 @@ class OperatorCall(Node):
         hand_on(plan, _fetch(saved), grads, pending, wanted, self.parents)
 
     def _output_gradients(self, plan: Plan) -> tuple[tuple[Any, ...], tuple[bool, ...]]:
-        """Gradients of the outputs, and for each axis whether they are pending there."""
+        """Gradients of the outputs, and for each axis whether they are pending."""
         slot, needed = self.slots[0], plan.output_gradients[0]
         if len(self.slots) == len(slot.sums) == 1 and needed in slot.sums:
             ((array, _),) = slot.sums.values()
