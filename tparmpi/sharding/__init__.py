@@ -19,6 +19,7 @@ from tparmpi.sharding.placements import (
     Shard,
     replicated,
     sharding_axes,
+    written_change,
 )
 from tparmpi.sharding.routes import Route, Step, find_route
 from tparmpi.sharding.rules import COMBINE, FREE, WHOLE, Rule, bind
@@ -56,4 +57,5 @@ __all__ = [
     "replicated",
     "sharding_axes",
     "smallest_chunk",
+    "written_change",
 ]

@@ -21,6 +21,7 @@ from tparmpi.sharding.placements import (
     Partial,
     Placement,
     Shard,
+    written_change,
 )
 from tparmpi.sharding.routes import Route, find_route
 from tparmpi.sharding.rules import COMBINE, MOVED, Rule
@@ -28,12 +29,13 @@ from tparmpi.sharding.rules import COMBINE, MOVED, Rule
 
 @dataclass(frozen=True, slots=True)
 class Operand:
-    """What the choice needs to know of one operand."""
+    """What the choice needs to know of one operand; a parameter may have a name."""
 
     shape: tuple[int, ...]
     layout: Layout
     itemsize: int
     is_parameter: bool
+    name: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,19 +120,19 @@ def choose(
         _axis_candidates(rule, traits, operands, axis)
         for axis in range(len(axis_sizes))
     ]
-    best: tuple[tuple[bool, int, int], _Trial] | None = None
+    best: tuple[tuple[bool, bool, int, int], _Trial] | None = None
     for candidates in product(*per_axis):
         trial = _try(rule, operands, candidates, axis_sizes)
         if trial is None:
             continue
-        if any(operands[i].is_parameter for i in trial.gathered):
-            continue
         steps = sum(len(route.steps) for route in trial.routes)
-        rank = (bool(trial.gathered), trial.cost, steps)
+        refused = any(operands[i].is_parameter for i in trial.gathered)
+        rank = (refused, bool(trial.gathered), trial.cost, steps)
         if best is None or rank < best[0]:
             best = (rank, trial)
-    if best is None:
-        raise ShardingError(_no_layout_message(name, rule, operands, axis_names))
+    if best is None or best[0][0]:
+        trial = None if best is None else best[1]
+        raise ShardingError(_refusal(name, operands, trial, axis_names))
     trial = best[1]
     outputs, gradients, may_pass, operand_gradients = _results(
         rule, traits, trial.candidates, len(operands)
@@ -270,23 +272,26 @@ def _gradient_placement(rule: Rule, number: int, candidate: Candidate) -> Placem
     return REPLICATE
 
 
-def _no_layout_message(
+def _refusal(
     name: str,
-    rule: Rule,
     operands: Sequence[Operand],
+    trial: _Trial | None,
     axis_names: tuple[str, ...],
 ) -> str:
-    for number, operand in enumerate(operands):
-        if not operand.is_parameter:
-            continue
-        for axis, placement in enumerate(operand.layout):
-            if isinstance(placement, Shard):
-                size = operand.shape[placement.dim]
-                return (
-                    f"{name}: dim {placement.dim} of operand {number} ({size}) is "
-                    f"Shard on axis '{axis_names[axis]}', where the operator needs it "
-                    "whole, and a parameter is never gathered unasked; call "
-                    f".with_sharding({axis_names[axis]}=Replicate()) on it"
-                )
-    layouts = ", ".join(str(operand.layout) for operand in operands)
-    return f"{name}: no layout of the operands {layouts} lets it run"
+    """Say which parameter the cheapest way to run would gather, and the remedy."""
+    if trial is None:
+        layouts = ", ".join(str(operand.layout) for operand in operands)
+        return f"{name}: no layout of the operands {layouts} lets it run"
+    number = next(i for i in trial.gathered if operands[i].is_parameter)
+    operand, needed = operands[number], trial.layouts[number]
+    changed = [
+        f"{old!r} on axis '{axis}' but needed as {new!r} there"
+        for axis, old, new in zip(axis_names, operand.layout, needed, strict=True)
+        if old != new
+    ]
+    named = f" '{operand.name}'" if operand.name else ""
+    return (
+        f"{name}: operand {number}, parameter{named} of shape {operand.shape}, is "
+        f"{' and '.join(changed)}, and a parameter is never gathered unasked; call "
+        f"{written_change(axis_names, operand.layout, needed)} on it"
+    )

@@ -49,6 +49,22 @@ def replicated(axes: int) -> Layout:
     return (REPLICATE,) * axes
 
 
+def written_change(axis_names: tuple[str, ...], before: Layout, after: Layout) -> str:
+    """Return the call that brings a tensor from `before` to `after`, as users write it.
+
+    Only what changes: ``.with_sharding(tp=Shard(1))``; without the axis where it is the
+    only one.
+    """
+    if len(axis_names) == 1:
+        return f".with_sharding({after[0]!r})"
+    changes = [
+        f"{axis}={new!r}"
+        for axis, old, new in zip(axis_names, before, after, strict=True)
+        if old != new
+    ]
+    return f".with_sharding({', '.join(changes)})"
+
+
 def sharding_axes(layout: Layout, dim: int) -> tuple[int, ...]:
     """Return the axes that shard `dim`, outermost first."""
     return tuple(

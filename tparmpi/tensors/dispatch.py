@@ -12,6 +12,7 @@ from tparmpi.backend.dtypes import promote
 from tparmpi.comm import progress
 from tparmpi.comm.ledger import current
 from tparmpi.errors import ImplicitGatherWarning, ShardingError
+from tparmpi.sharding import written_change
 from tparmpi.tensors.contract import check_forward
 from tparmpi.tensors.plan import Plan
 from tparmpi.tensors.redistribute import follow
@@ -200,28 +201,35 @@ def _make_plan(
     for number, spec in enumerate(specs):
         if spec.place is not specs[0].place:
             raise ShardingError(
-                f"{operator.name}: operand 0 lives on {specs[0].place}, operand "
-                f"{number} on {spec.place}; make all operands on one and the same "
-                "place: every call of group() or mesh() makes another"
+                f"{operator.name}: {_called(0, operands[0])} lives on "
+                f"{specs[0].place}, {_called(number, operands[number])} on "
+                f"{spec.place}; make all operands on one and the same place (every "
+                "call of group() or mesh() makes another), or move one with "
+                ".to(place)"
             )
-    parameters = [operand.is_parameter for operand in operands]
-    plan = Plan(operator, attributes, specs, parameters)
-    if not plan.gathered or not any(parameters):
+    names = [operand.name if operand.is_parameter else None for operand in operands]
+    plan = Plan(operator, attributes, specs, names)
+    if not plan.gathered or all(name is None for name in names):
         key = (operator, attributes, *specs[1:])
         specs[0].plans[key] = plan
     return plan
 
 
+def _called(number: int, operand: Tensor) -> str:
+    named = f" ('{operand.name}')" if operand.name else ""
+    return f"operand {number}{named}"
+
+
 def _report_gathering(plan: Plan, operands: Sequence[Tensor]) -> None:
     if not plan.gathered:
         return
-    name = plan.operator.name
     number = plan.gathered[0]
-    layout = describe_layout(operands[number].spec)
-    wanted = describe_layout(plan.inputs[number])
+    spec, needed = operands[number].spec, plan.inputs[number]
+    change = written_change(spec.place.axes, spec.layout, needed.layout)
     text = (
-        f"{name}: operand {number}, of shape {operands[number].shape}, is {layout} but "
-        f"must become {wanted}; call .with_sharding(...) on it where you mean to gather"
+        f"{plan.operator.name}: operand {number}, of shape {spec.shape}, is "
+        f"{describe_layout(spec)} but must become {describe_layout(needed)}; call "
+        f"{change} on it where you mean to gather"
     )
     if not mode.gathering:
         raise ShardingError(text)

@@ -48,6 +48,11 @@ class FactorShard(NamedTuple):
 class Plan:
     """How one operator runs on operands of given specs, for this rank.
 
+    Parameters
+    ----------
+    parameters
+        For each operand its name if it is a parameter, else None.
+
     Attributes
     ----------
     operator, attributes
@@ -81,7 +86,7 @@ class Plan:
         operator: Operator,
         attributes: tuple[tuple[str, Any], ...],
         specs: Sequence[Spec],
-        parameters: Sequence[bool],
+        parameters: Sequence[str | None],
     ) -> None:
         place = specs[0].place
         self.operator = operator
@@ -96,8 +101,8 @@ class Plan:
             self.rule,
             operator.traits(dtypes, self.attributes),
             [
-                Operand(s.shape, s.layout, s.dtype.itemsize, is_parameter)
-                for s, is_parameter in zip(specs, parameters, strict=True)
+                Operand(s.shape, s.layout, s.dtype.itemsize, n is not None, n or "")
+                for s, n in zip(specs, parameters, strict=True)
             ],
             place.axes,
             place.shape,

@@ -66,7 +66,7 @@ def requested_layout(
             raise ShardingError(
                 f"{name}: {len(given)} shardings for {len(layout)} axes "
                 f"({', '.join(place.axes)}); name the axis: "
-                f"{name}({place.axes[-1]}={given[0]!r})"
+                f"{name.split()[0]}({place.axes[-1]}={given[0]!r})"
             )
         layout = list(given)
     for axis, placement in by_axis.items():
@@ -93,7 +93,7 @@ def _checked(name: str, placement: Any, ndim: int) -> Placement:
     return REPLICATE if isinstance(placement, Replicate) else placement
 
 
-def refuse_empty(spec: Spec, layout: Layout) -> None:
+def refuse_empty(spec: Spec, layout: Layout, name: str = "with_sharding") -> None:
     """Raise if a change of `spec` to `layout` would leave a member without elements.
 
     Raises
@@ -108,7 +108,7 @@ def refuse_empty(spec: Spec, layout: Layout) -> None:
         dim = placement.dim
         if smallest_chunk(spec.shape[dim], dim, layout, place.shape) == 0:
             raise ShardingError(
-                f"with_sharding: dim {dim} of size {spec.shape[dim]} over "
+                f"{name}: dim {dim} of size {spec.shape[dim]} over "
                 f"{place.shape[axis]} members of axis '{place.axes[axis]}' would "
                 "leave a member empty; pass allow_empty=True to permit it"
             )

@@ -46,6 +46,8 @@ class Tensor(Protocol):
         "spec",
     )
     is_parameter = False
+    name = ""
+    """What messages call it; only parameters have one."""
 
     def __init__(
         self,
@@ -277,11 +279,12 @@ class Tensor(Protocol):
                 "with_sharding: say how, for example with_sharding(Shard(0)) on a "
                 "group or with_sharding(tp=Shard(0)) on a mesh"
             )
+        name = f"with_sharding of '{self.name}'" if self.name else "with_sharding"
         layout = requested_layout(
-            "with_sharding", self.spec.place, self.ndim, self.layout, sharding, by_axis
+            name, self.spec.place, self.ndim, self.layout, sharding, by_axis
         )
         if not allow_empty:
-            refuse_empty(self.spec, layout)
+            refuse_empty(self.spec, layout, name)
         return self.to_layout(layout, regather=regather)
 
     def to_layout(self, layout: Layout, *, regather: bool = False) -> Tensor:

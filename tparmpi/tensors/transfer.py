@@ -59,7 +59,7 @@ def to(
     layout = requested_layout("to", inner, x.ndim, base, sharding, by_axis)
     target = spec_of(inner, x.shape, x.dtype, layout)
     if not allow_empty:
-        refuse_empty(target.with_layout(base), layout)
+        refuse_empty(target.with_layout(base), layout, "to")
     if inner is start.place:
         moved = x.to_layout(layout)
         return Tensor(moved.spec, moved.array, place)
