@@ -35,10 +35,10 @@ def _attention_rule(
     left = [
         f"b{queries}{''.join(heads)}[e]",
         f"b{keys}k[e]",
-        f"b{keys}k[f]",
+        f"b{keys}kf",
         *(_mask_letters(shape, ["b", *heads, queries, "[s]"], q, k) for shape in mask),
     ]
-    return f"{','.join(left)}->b{queries}{''.join(heads)}[f]", sizes
+    return f"{','.join(left)}->b{queries}{''.join(heads)}f", sizes
 
 
 def _check_shapes(
@@ -180,15 +180,15 @@ def attention(
     of q, Ainslie et al., "GQA" (2023). Query t stands at the key ``t + S - T``: the
     last query at the last key. A query that sees no key gets zeros.
 
-    Batch and heads may be split, in any chunks; heads of q as (B, T, H, E) only in
-    whole groups of equal number where H > K, those of (B, T, K, G, E) freely, K and G
-    even over axes of their own. Queries may be split; keys must be whole, and are
-    gathered where they are not. With ``ring=True`` queries, keys and values are split
-    along their positions over the same axis, and no member holds the keys and values of
-    more than two others at a time: it computes with one block while the next arrives
-    from its neighbour, and a block travels only as far as some query sees it (Liu et
-    al., "Ring Attention", 2023). The backward passes them round once more, with their
-    gradients.
+    Batch, heads and the features of v may be split, in any chunks; heads of q as (B, T,
+    H, E) only in whole groups of equal number where H > K, those of (B, T, K, G, E)
+    freely, K and G even over axes of their own. Queries may be split; keys must be
+    whole, and are gathered where they are not. With ``ring=True`` queries, keys and
+    values are split along their positions over the same axis, and no member holds the
+    keys and values of more than two others at a time: it computes with one block while
+    the next arrives from its neighbour, and a block travels only as far as some query
+    sees it (Liu et al., "Ring Attention", 2023). The backward passes them round once
+    more, with their gradients.
 
     Collective over the axis that splits the positions, if `ring`; else local.
 
