@@ -13,7 +13,8 @@ from tparmpi.models import GPT, GPTConfig, GPTLayout
 from tparmpi.models.gpt_layout import TENSOR_PARALLEL
 from tparmpi.optim import AdamW, clip_norm
 from tparmpi.parallel import reduce_gradients
-from tparmpi.sharding import Shard, chunk
+from tparmpi.parallel.microbatches import rows_of
+from tparmpi.sharding import Shard
 
 CONFIG = GPTConfig(
     n_layer=2, d_model=40, n_head=8, seq_len=12, vocab_size=53, d_ff=51, dropout=0.0
@@ -100,7 +101,9 @@ class Run:
         data = samples(step, self.config, self.batch)
         place = model.input.positions.device
         total = 0.0
-        for first, count, rows in self._microbatches(place):
+        for runs, here in self._microbatches(place):
+            first, count = runs[here]
+            rows = sum(count for _, count in runs)
             part = data[first : first + count]
             by_axis = {"dp": Shard(0)} if "dp" in place.axes else {}
             shape = (rows, self.config.seq_len)
@@ -108,7 +111,7 @@ class Run:
                 tpm.from_local(half, place, shape=shape, **by_axis)
                 for half in (part[:, :-1], part[:, 1:])
             )
-            with tpm.no_implicit_gather(), tpm.random.scope(7, step, rows=first):
+            with tpm.no_implicit_gather(), tpm.random.scope(7, step, rows=runs):
                 losses = tpm.cross_entropy(model(tokens), targets).sum()
                 loss = losses / (self.batch * self.config.seq_len)
                 loss.backward()
@@ -117,18 +120,13 @@ class Run:
         reduce_gradients(model.parameters(), bucket_bytes=10_000)
         return total
 
-    def _microbatches(self, place: Any) -> Iterator[tuple[int, int, int]]:
-        """First row and number of rows on this rank, and of rows on all together."""
+    def _microbatches(self, place: Any) -> Iterator[tuple[list[tuple[int, int]], int]]:
+        """First row and number of rows on each member, and this rank's number."""
         axis = place.axes.index("dp") if "dp" in place.axes else None
         members = 1 if axis is None else place.shape[axis]
         here = 0 if axis is None else place.coordinates[axis]
         for number in range(self.microbatches):
-            pieces = []
-            for rank in range(members):
-                start, held = chunk(self.batch, members, rank)
-                offset, count = chunk(held, self.microbatches, number)
-                pieces.append((start + offset, count))
-            yield (*pieces[here], sum(count for _, count in pieces))
+            yield rows_of(self.batch, [members], self.microbatches, number), here
 
     def train(self, place: tpm.Device | tpm.Group | tpm.Mesh, steps: int) -> Trained:
         """Train with AdamW and clipping. Collective over the place."""

@@ -276,10 +276,27 @@ def test_dropout_masks_do_not_depend_on_the_layout():
                 np.testing.assert_array_equal(mask, wanted)
     for count in (1, 2, 3, 5):
         pieces = np.array_split(np.arange(6), count)
-        made = [masks(tpm.device(), (REPLICATE,), int(p[0]), ones[p]) for p in pieces]
+        made = [
+            masks(tpm.device(), (REPLICATE,), [(int(p[0]), len(p))], ones[p])
+            for p in pieces
+        ]
         for number, wanted in enumerate(expected):
             joined = np.concatenate([m[number] for m in made])
             np.testing.assert_array_equal(joined, wanted)
+
+
+def test_dropout_masks_of_rows_that_are_not_neighbours():
+    """On every layout, as those rows' in the whole batch."""
+    ones = np.ones((9, 4))
+    with tpm.random.scope(seed=3):
+        whole = tpm.tensor(ones, tpm.device()).dropout(0.4, "a").numpy()
+    runs = [(1, 2), (4, 0), (5, 3)]
+    expected = whole[[1, 2, 5, 6, 7]]
+    for place in [tpm.device(), *groups(), tpm.mesh(dp=2, tp=2)]:
+        for layout in all_layouts(2, len(place.shape), partial=False):
+            with tpm.random.scope(seed=3, rows=runs):
+                x = laid_out(ones[:5], place, layout).dropout(0.4, "a")
+            np.testing.assert_array_equal(x.numpy(), expected)
 
 
 def test_initial_values_do_not_depend_on_the_layout():

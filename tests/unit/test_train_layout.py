@@ -1,14 +1,11 @@
-"""The choice of a layout, and which rows each rank takes."""
+"""The choice of a layout."""
 
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as some
 
 from tparmpi.errors import UsageError
-from tparmpi.sharding.chunks import chunk_sizes
-from tparmpi.train.layout import Layout, choose_layout, microbatch_rows
+from tparmpi.train.layout import Layout, choose_layout
 
 
 @pytest.mark.parametrize(
@@ -45,24 +42,8 @@ def test_a_layout_that_does_not_fit_names_both_numbers(ranks, tp, dp, words):
         assert word in str(refused.value)
 
 
-@given(
-    batch=some.integers(0, 40), dp=some.integers(1, 6), microbatches=some.integers(1, 7)
-)
-def test_microbatches_cover_the_batch_once_and_follow_the_chunk_rule(
-    batch, dp, microbatches
-):
-    ranks = [
-        microbatch_rows(batch, dp=dp, coordinate=rank, microbatches=microbatches)
-        for rank in range(dp)
-    ]
-    rows = [
-        row
-        for pieces in ranks
-        for piece in pieces
-        for row in range(piece.first, piece.first + piece.count)
-    ]
-    assert rows == list(range(batch))
-    for pieces in zip(*ranks, strict=True):
-        total = sum(piece.count for piece in pieces)
-        assert {piece.total for piece in pieces} == {total}
-        assert tuple(piece.count for piece in pieces) == chunk_sizes(total, dp)
+def test_stages_come_first():
+    assert choose_layout(8, 8, tp=None, dp=None, pp=2) == Layout(dp=1, tp=4, pp=2)
+    assert str(choose_layout(8, 8, tp=2, dp=None, pp=2)) == "pp=2 dp=2 tp=2"
+    with pytest.raises(UsageError, match="pp=3"):
+        choose_layout(8, 8, tp=None, dp=None, pp=3)

@@ -19,6 +19,7 @@ SUMMARY = "train a model on text; the same command again resumes"
 _FLAGS = {
     "parallel.tp": "--tp",
     "parallel.dp": "--dp",
+    "parallel.pp": "--pp",
     "train.steps": "--steps",
     "data.train": "--data",
 }
@@ -55,6 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--tp", type=int, help="short for --set parallel.tp=N")
     parser.add_argument("--dp", type=int, help="short for --set parallel.dp=N")
+    parser.add_argument("--pp", type=int, help="short for --set parallel.pp=N")
     parser.add_argument("--steps", type=int, help="short for --set train.steps=N")
     parser.add_argument(
         "--data", metavar="PATH", help="short for --set data.train=PATH"

@@ -8,7 +8,7 @@ from __future__ import annotations
 from tparmpi.comm.agreement import agree
 from tparmpi.comm.device import Device
 from tparmpi.comm.failure import install_in_job
-from tparmpi.comm.group import Group, GroupOptions, group
+from tparmpi.comm.group import Group, GroupOptions, group, together
 from tparmpi.comm.ledger import Ledger, ledger
 from tparmpi.comm.main import run_main
 from tparmpi.comm.mesh import Mesh, mesh
@@ -36,6 +36,7 @@ __all__ = [
     "long_work",
     "mesh",
     "run_main",
+    "together",
     "world",
 ]
 

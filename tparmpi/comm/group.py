@@ -66,6 +66,20 @@ def group(devices: Sequence[Place]) -> Group:
     return GroupOptions(tuple(devices)).init()
 
 
+def together(places: Sequence[Place]) -> Group:
+    """Return the group of all members of `places`, made at the first call.
+
+    Collective over them at the first call, then local.
+    """
+    inner = tuple(place.inner() for place in places)
+    key = ("together", *inner)
+    if key not in inner[0].cache:
+        devices = {device.rank: device for place in inner for device in place.devices}
+        inner[0].cache[key] = make_group(tuple(devices.values()), "group")
+    made: Group = inner[0].cache[key]
+    return made
+
+
 def check_devices(what: str, devices: Sequence[Place]) -> tuple[Device, ...]:
     """Return `devices`, if they can form a group. Local.
 

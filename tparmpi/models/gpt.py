@@ -30,6 +30,7 @@ from tparmpi.nn.splitting import (
     with_placement,
 )
 from tparmpi.ops import einsum
+from tparmpi.parallel import LayerPlacement
 from tparmpi.sharding import REPLICATE, Shard
 from tparmpi.tensors import Tensor
 
@@ -213,7 +214,7 @@ class GPTOutput(Module):
     ----------
     norm : LayerNorm
     weight : Parameter, (V, D)
-        The token embedding's table if tied.
+        The token embedding's table if tied, or a copy of it on another place.
     """
 
     def __init__(
@@ -225,7 +226,7 @@ class GPTOutput(Module):
         tied_to: Parameter | None = None,
     ) -> None:
         self.norm = LayerNorm(config.d_model, place, dtype=dtype)
-        if tied_to is None:
+        if tied_to is None or tied_to.spec.place is not place.inner():
             split = Shard(0) if layout.tokens else REPLICATE
             tied_to = Parameter(
                 (config.vocab_size, config.d_model),
@@ -233,6 +234,7 @@ class GPTOutput(Module):
                 layout_over(place, layout.axis, split),
                 initializer=init.normal(DEVIATION),
                 dtype=dtype,
+                copy_of=tied_to,
             )
         self.weight = tied_to
         self.layout = layout
@@ -253,7 +255,8 @@ class GPT(Module):
     config
         Sizes.
     place
-        Device, group or mesh; on its autodiff view the parameters require gradients.
+        Device, group or mesh, or a placement that says it for each layer; on autodiff
+        views the parameters require gradients.
     layout
         How the layers are split.
     dtype
@@ -269,23 +272,29 @@ class GPT(Module):
     ------
     ShardingError
         If there are fewer heads than members to split them over.
+    UsageError
+        If the placement is for another number of layers.
     """
 
     def __init__(
         self,
         config: GPTConfig,
-        place: Place,
+        place: Place | LayerPlacement,
         *,
         layout: GPTLayout = TENSOR_PARALLEL,
         dtype: Any = None,
     ) -> None:
+        placement = place
+        if isinstance(placement, Place):
+            placement = LayerPlacement.new([(placement, config.n_layer)])
+        placement.check_count(config.n_layer)
         self.config = config
-        self.input = GPTInput(config, place, layout, dtype)
+        self.input = GPTInput(config, placement.input, layout, dtype)
         self.blocks = [
-            GPTBlock(config, place, layout, dtype) for _ in range(config.n_layer)
+            GPTBlock(config, place, layout, dtype) for place in placement.hidden
         ]
         tied_to = self.input.tokens.weight if config.tied else None
-        self.output = GPTOutput(config, place, layout, dtype, tied_to)
+        self.output = GPTOutput(config, placement.output, layout, dtype, tied_to)
         self.assign_paths()
         if layout.fully_sharded is not None:
             fully_shard(self, layout.fully_sharded)

@@ -12,6 +12,7 @@ from tparmpi.errors import UsageError
 from tparmpi.models.gpt import GPT, GPTConfig
 from tparmpi.models.gpt_layout import GPTLayout
 from tparmpi.nn import Module
+from tparmpi.parallel import LayerPlacement
 
 
 @dataclass(frozen=True)
@@ -30,12 +31,12 @@ kinds: dict[str, ModelKind] = {"gpt": ModelKind(GPTConfig, GPTLayout, GPT)}
 def build(
     kind: str,
     sizes: Mapping[str, Any],
-    place: Place,
+    place: Place | LayerPlacement,
     dtype: Any = None,
     *,
     layout: Mapping[str, Any] | None = None,
 ) -> Module:
-    """Return a model of `kind` on `place`, without values yet. Local.
+    """Return a model of `kind` on `place`, or on its places, without values yet. Local.
 
     Parameters
     ----------

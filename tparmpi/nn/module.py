@@ -52,12 +52,22 @@ class Module:
         seen: set[int] = set()
         yield from _walk(self, "", seen)
 
-    def named_parameters(self) -> Iterator[tuple[str, Parameter]]:
-        """Yield the path of each parameter and the parameter. Local."""
+    def named_parameters(
+        self, *, with_copies: bool = False
+    ) -> Iterator[tuple[str, Parameter]]:
+        """Yield the path of each parameter and the parameter. Local.
+
+        Parameters
+        ----------
+        with_copies
+            Also those that have the values of another one on another place.
+        """
         seen: set[int] = set()
         for path, module in self.named_modules():
             for name, value in _held(vars(module), path):
-                if isinstance(value, Parameter) and id(value) not in seen:
+                if not isinstance(value, Parameter) or id(value) in seen:
+                    continue
+                if value.copy_of is None or with_copies:
                     seen.add(id(value))
                     yield name, value
 

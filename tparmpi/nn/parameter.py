@@ -46,11 +46,17 @@ class Parameter(Tensor):
         What it is for; decides about weight decay.
     dtype
         The place's default floating dtype if None.
+    copy_of
+        The parameter, on another place, that owns the values: this one is neither
+        optimized nor saved, gets them from it and gives it its gradients, as a
+        `DistributedLayeredModel` sees to.
 
     Attributes
     ----------
     name
         Dotted path in the model; empty until a module assigns it.
+    copy_of
+        The parameter whose values this one has, or None.
     stored_over
         Number of the axis whose members hold pieces of the values between their uses,
         or None; see `store_over`.
@@ -63,7 +69,7 @@ class Parameter(Tensor):
         If the layout names an axis or dim that does not exist, or is `Partial`.
     """
 
-    __slots__ = ("initializer", "kind", "name", "stored_over")
+    __slots__ = ("copy_of", "initializer", "kind", "name", "stored_over")
     is_parameter = True
 
     def __init__(
@@ -75,6 +81,7 @@ class Parameter(Tensor):
         initializer: Initializer = DEFAULT,
         kind: str = "weight",
         dtype: Any = None,
+        copy_of: Parameter | None = None,
         **by_axis: Placement,
     ) -> None:
         if kind not in KINDS:
@@ -98,6 +105,7 @@ class Parameter(Tensor):
         self.initializer = initializer
         self.kind = kind
         self.name = ""
+        self.copy_of = copy_of
         self.stored_over: int | None = None
         if self.is_shell:
             self._array = MetaArray(self.spec.local_shape, dtype)

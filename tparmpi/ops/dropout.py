@@ -11,7 +11,7 @@ from tparmpi.tensors import Plan, Tensor, method, operator, random
 
 @operator("...->...", name="dropout", linear=(0,), dtype=floating)
 def _dropout(
-    plan: Plan, x: Any, *, key: tuple[int, int], p: float, rows: int | None
+    plan: Plan, x: Any, *, key: tuple[int, int], p: float, rows: random.Rows | None
 ) -> Any:
     """Return `x` with elements zeroed with probability `p`, the others scaled up."""
     mask = random.keep_mask(key, plan.outputs[0], p, rows)

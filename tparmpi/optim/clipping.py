@@ -7,7 +7,7 @@ from math import sqrt
 
 import numpy as np
 
-from tparmpi.comm import Group, Mesh
+from tparmpi.comm import together
 from tparmpi.errors import UsageError
 from tparmpi.nn import Parameter
 from tparmpi.optim.optimizer import settled_gradient
@@ -18,14 +18,14 @@ def clip_norm(parameters: Iterable[Parameter], max_norm: float) -> tuple[float, 
     """Return the norm of all gradients and what to scale them by.
 
     Every element counts once, however many members hold it; squares are added in
-    float64. Collective over the parameters' place: one all_reduce of one number. The
-    same bits on every member. No gradient is changed: give the scale to
+    float64. Collective over the members of the parameters' places: one all_reduce of
+    one number. The same bits on every member. No gradient is changed: give the scale to
     `Optimizer.step`.
 
     Parameters
     ----------
     parameters
-        All of one place, tied ones once; those without a gradient count nothing.
+        Of one place or several, tied ones once; those without a gradient count nothing.
     max_norm
         Largest norm that is left as it is; ``inf`` for no clipping.
 
@@ -38,24 +38,22 @@ def clip_norm(parameters: Iterable[Parameter], max_norm: float) -> tuple[float, 
     Raises
     ------
     UsageError
-        If there are no parameters or they live on several places.
+        If there are no parameters.
     AutodiffError
         If a gradient is still a pending sum.
     """
     counted = list(parameters)
-    places = {parameter.spec.place for parameter in counted}
-    if len(places) != 1:
-        raise UsageError(
-            f"clip_norm: the parameters must live on one place, there are {len(places)}"
-        )
-    (place,) = places
+    if not counted:
+        raise UsageError("clip_norm: there are no parameters")
+    places = list({parameter.spec.place: None for parameter in counted})
     gradients = [settled_gradient(parameter) for parameter in counted]
     total = 0.0
     for parameter, gradient in zip(counted, gradients, strict=True):
         if gradient is not None and _counts_here(parameter):
-            total += place.backend.sum_of_squares(gradient)
-    if isinstance(place, Group | Mesh) and place.is_member:
-        total = float(place.all_reduce(np.asarray(total, np.float64)))
+            total += parameter.spec.place.backend.sum_of_squares(gradient)
+    members = together(places)
+    if members.is_member:
+        total = float(members.all_reduce(np.asarray(total, np.float64)))
     norm = sqrt(total)
     return norm, max_norm / norm if norm > max_norm else 1.0
 

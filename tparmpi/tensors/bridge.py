@@ -39,6 +39,7 @@ class Bridge:
         self.source = source
         self.target = target
         devices = {device.rank: device for device in (*source.devices, *target.devices)}
+        # One of its own: a bridge's messages are in the order of its own calls.
         self._group = group(list(devices.values()))
         self.is_member = self._group.is_member
         self._members = {rank: number for number, rank in enumerate(devices)}

@@ -8,12 +8,14 @@ batch*, so that microbatches, accumulation and data parallelism change nothing.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from hashlib import blake2b
 from typing import Any
 
 from tparmpi.tensors.spec import Spec
 
 Key = tuple[int, int]
+Rows = Sequence[tuple[int, int]]
 
 
 def stream_key(*parts: int | str) -> Key:
@@ -31,18 +33,18 @@ class scope:
     seed, step
         Parts of every stream's name.
     rows
-        Row of the global batch that is this rank's first row: for batches whose rows
-        are not those of the tensor at hand, as in a microbatch. None: the tensor's own
-        rows.
+        Which rows of the global batch the rows of tensors are, for a part of it such as
+        a microbatch: runs of (first row, number of rows), in order, the same on all
+        ranks. None, or of other length than the tensor: the tensor's own rows.
 
     Entering restarts the numbering of calls, so that the same calls draw the same
     numbers.
     """
 
-    def __init__(self, seed: int = 0, step: int = 0, rows: int | None = None) -> None:
+    def __init__(self, seed: int = 0, step: int = 0, rows: Rows | None = None) -> None:
         self.seed = seed
         self.step = step
-        self.rows = rows
+        self.rows = None if rows is None else tuple(rows)
         self.calls: dict[str, int] = {}
 
     def __enter__(self) -> scope:
@@ -68,7 +70,7 @@ def current() -> scope:
     return _scopes[-1]
 
 
-State = tuple[int, int, int | None, dict[str, int]]
+State = tuple[int, int, "Rows | None", dict[str, int]]
 
 
 def state() -> State:
@@ -92,7 +94,7 @@ class replay:
         _scopes.pop()
 
 
-def keep_mask(key: Key, spec: Spec, p: float, rows: int | None) -> Any:
+def keep_mask(key: Key, spec: Spec, p: float, rows: Rows | None) -> Any:
     """Return this rank's block of a mask that is False with probability `p`. Local.
 
     Parameters
@@ -100,11 +102,37 @@ def keep_mask(key: Key, spec: Spec, p: float, rows: int | None) -> Any:
     rows
         See `scope`.
     """
+    backend = spec.place.backend
     start, extent, shape = spec.local_offset, spec.local_shape, spec.shape
-    if rows is not None and shape:
-        start = (rows, *start[1:])
-        shape = (rows + extent[0], *shape[1:])
-    return spec.place.backend.random_keep(key, shape, start, extent, p)
+    if not shape or rows is None or sum(count for _, count in rows) != shape[0]:
+        return backend.random_keep(key, shape, start, extent, p)
+    parts = []
+    for first, count in _within(rows, start[0], extent[0]):
+        parts.append(
+            backend.random_keep(
+                key,
+                (first + count, *shape[1:]),
+                (first, *start[1:]),
+                (count, *extent[1:]),
+                p,
+            )
+        )
+    if len(parts) == 1:
+        return parts[0]
+    if not parts:
+        return backend.random_keep(key, shape, start, extent, p)
+    return backend.xp.concatenate(parts)
+
+
+def _within(rows: Rows, start: int, extent: int) -> Iterator[tuple[int, int]]:
+    """The runs of the rows number `start` to ``start + extent`` of `rows`."""
+    for first, count in rows:
+        skipped = min(start, count)
+        taken = min(extent, count - skipped)
+        if taken > 0:
+            yield first + skipped, taken
+        start -= skipped
+        extent -= taken
 
 
 def draw(

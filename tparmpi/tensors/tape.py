@@ -33,6 +33,10 @@ def next_order() -> int:
     return next(_order)
 
 
+Sums = dict[Layout, tuple[Any, bool]]
+"""Gradients by layout, each with whether its array is our own to add into."""
+
+
 class Slot:
     """Gradients on their way to one tensor.
 
@@ -48,7 +52,7 @@ class Slot:
 
     def __init__(self, spec: Spec) -> None:
         self.spec = spec
-        self.sums: dict[Layout, tuple[Any, bool]] = {}
+        self.sums: Sums = {}
 
     def add(self, array: Any, layout: Layout, owned: bool = False) -> None:
         """Add a gradient that lies in `layout`. Local."""

@@ -197,6 +197,19 @@ class Tensor(Protocol):
         slot.sums.clear()
         slot.add(array, layout, owned=True)
 
+    def add_grad(self, array: Any, layout: Layout) -> None:
+        """Add `array`, this rank's block under `layout`, to the gradient. Local."""
+        assert isinstance(self.node, tape.Leaf)
+        self.node.slots[0].add(array, layout)
+
+    def swap_grad(self, sums: tape.Sums) -> tape.Sums:
+        """Put `sums` in place of the gradient; return what was there. Local."""
+        if not isinstance(self.node, tape.Leaf):
+            return {}
+        slot = self.node.slots[0]
+        before, slot.sums = slot.sums, sums
+        return before
+
     def zero_grad(self) -> None:
         """Forget the gradient. Local."""
         if isinstance(self.node, tape.Leaf):

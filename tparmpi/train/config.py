@@ -133,6 +133,29 @@ class ParallelSection:
     dp: int | None = _key(
         None, "ranks that split the batch (default: the rest)", at_least=1, resume=FREE
     )
+    pp: int = _key(
+        1,
+        "groups of ranks that have some of the layers each",
+        at_least=1,
+        resume=FREE,
+    )
+    schedule: str = _key(
+        "1f1b",
+        "order of the pp stages' work: gpipe, 1f1b, interleaved or zero_bubble",
+        choices=("gpipe", "1f1b", "interleaved", "zero_bubble"),
+        resume=FREE,
+    )
+    chunks: int = _key(
+        2,
+        "parts of the layers that each stage has, if interleaved",
+        at_least=1,
+        resume=FREE,
+    )
+    recompute: bool = _key(
+        False,
+        "run each stage's forward again in its backward, instead of keeping it",
+        resume=FREE,
+    )
     sequence: bool = _key(
         False,
         "tp ranks split norms, dropout and residuals by positions",

@@ -24,13 +24,13 @@ from tparmpi.errors import (
 from tparmpi.io import checkpoint
 from tparmpi.io.text import TextData
 from tparmpi.optim import AdamW, clip_norm, schedules
-from tparmpi.parallel import reduce_gradients
-from tparmpi.sharding.chunks import chunk_sizes
+from tparmpi.parallel import Pipeline, reduce_gradients
+from tparmpi.sharding.chunks import chunk, chunk_sizes
 from tparmpi.train.config import RunConfig
-from tparmpi.train.layout import Layout, Rows, choose_layout, microbatch_rows
+from tparmpi.train.layout import Layout, choose_layout
 from tparmpi.train.lock import Lock
 from tparmpi.train.metrics import MetricsFile
-from tparmpi.train.model import build_model, memory_for
+from tparmpi.train.model import TokenLoss, memory_for, place_model
 from tparmpi.train.newest import load_newest
 from tparmpi.train.progress import Reporter, reporter
 from tparmpi.train.ranks import Boundary, from_rank_zero
@@ -99,7 +99,11 @@ def train(
     config = config.resolved()
     world = comm.world()
     layout = choose_layout(
-        world.size, config.model.n_head, tp=config.parallel.tp, dp=config.parallel.dp
+        world.size,
+        config.model.n_head,
+        tp=config.parallel.tp,
+        dp=config.parallel.dp,
+        pp=config.parallel.pp,
     )
     config = config.replace({"parallel.tp": layout.tp, "parallel.dp": layout.dp})
     folder = RunFolder(path)
@@ -153,8 +157,13 @@ class Training:
         self._val_loss: float | None = None
         self._metrics: MetricsFile | None = None
 
-        self._mesh = tpm.mesh(dp=layout.dp, tp=layout.tp).autodiff()
-        self._model = build_model(config, self._mesh)
+        self._model, self._placed = place_model(config, layout)
+        self._pipeline = Pipeline(
+            self._placed,
+            config.parallel.schedule,
+            config.parallel.microbatches,
+            recompute=config.parallel.recompute,
+        )
         self._parameters = list(self._model.parameters())
         with self.memory():
             self._optimizer = AdamW(
@@ -227,14 +236,14 @@ class Training:
         """One optimizer step."""
         config = self._config.train
         began = time.perf_counter()
-        loss_sum = self._backward()
+        loss = self._backward()
         lr = self._learning_rate()
         reduce_gradients(self._parameters)
         norm, scale = clip_norm(self._parameters, config.grad_clip or math.inf)
         self._optimizer.step(lr=lr, scale=scale)
         self._model.zero_grad()
         tokens = config.batch_size * self._config.model.seq_len
-        loss = self._boundary.meet(loss_sum)[0] / tokens
+        self._boundary.meet()
         seconds = time.perf_counter() - began
         self._step += 1
         if not math.isfinite(loss):
@@ -254,48 +263,43 @@ class Training:
         self._show.step(self._step, loss=loss, lr=lr, tokens=tokens, step_s=seconds)
 
     def _backward(self) -> float:
-        """Gradients of the mean loss; returns this rank's part of the sum of losses."""
+        """Compute the gradients of the mean loss; return the loss."""
         config = self._config
         self._model.train()
-        batch = config.train.batch_size
-        weight = batch * config.model.seq_len
-        loss_sum = 0.0
-        for rows in microbatch_rows(
-            batch,
-            dp=self._layout.dp,
-            coordinate=self._mesh.coordinates[0],
-            microbatches=config.parallel.microbatches,
-        ):
-            samples = self._data.batch(
-                config.train.seed, self._step * batch + rows.first, rows.count
-            )
-            with tpm.random.scope(config.train.seed, self._step, rows=rows.first):
-                losses = self._losses(samples, rows)
-            # The seed of the backward pass is one over the weight of the whole global
-            # batch, so that microbatches add up to the gradient of its mean.
-            losses.scale(factor=1.0 / weight).backward()
-            loss_sum += self._own_part(losses)
-        return loss_sum
+        batch, seed = config.train.batch_size, config.train.seed
+        first, count = self._own_rows(batch)
+        samples = self._data.batch(seed, self._step * batch + first, count)
+        tokens, targets = self._tensors(samples, batch)
+        with tpm.random.scope(seed, self._step):
+            return self._pipeline.forward_backward(tokens, targets, TokenLoss())
 
-    def _losses(self, samples: np.ndarray, rows: Rows) -> tpm.Tensor:
-        """The sum of the losses of all ranks' samples.
+    def _own_rows(self, rows: int) -> tuple[int, int]:
+        """This rank's part of a batch: first row and number of rows."""
+        return chunk(
+            rows,
+            self._layout.dp,
+            comm.world().rank // self._layout.tp % self._layout.dp,
+        )
+
+    def _tensors(self, samples: np.ndarray, rows: int) -> tuple[tpm.Tensor, tpm.Tensor]:
+        """Tokens where the model takes them, and targets where the predictions are.
 
         Parameters
         ----------
-        samples : ndarray of uint8, shape (rows.count, seq_len + 1)
-            This rank's.
+        samples : ndarray of uint8, shape (own rows, seq_len + 1)
+            This rank's, of `rows` in all.
         """
         samples = samples.astype(np.int64)
-        shape = (rows.total, self._config.model.seq_len)
+        shape = (rows, self._config.model.seq_len)
+        placement = self._placed.placement
         tokens, targets = (
-            tpm.from_local(part, self._mesh, shape=shape, dp=tpm.Shard(0))
-            for part in (samples[:, :-1], samples[:, 1:])
+            tpm.from_local(part, place.inner(), shape=shape, dp=tpm.Shard(0))
+            for part, place in (
+                (samples[:, :-1], placement.input),
+                (samples[:, 1:], placement.output),
+            )
         )
-        return tpm.cross_entropy(self._model(tokens), targets).sum()
-
-    def _own_part(self, losses: tpm.Tensor) -> float:
-        """What this rank adds to a sum over all ranks: one `tp` rank speaks for all."""
-        return float(losses.local) if self._mesh.coordinates[1] == 0 else 0.0
+        return tokens, targets
 
     def _learning_rate(self) -> float:
         config = self._config.train
@@ -317,17 +321,10 @@ class Training:
         self._model.eval()
         loss_sum, tokens = 0.0, 0
         for samples in self._data.validation_batches(batch, limit):
-            (rows,) = microbatch_rows(
-                len(samples),
-                dp=self._layout.dp,
-                coordinate=self._mesh.coordinates[0],
-                microbatches=1,
-            )
-            with tpm.no_grad():
-                losses = self._losses(
-                    samples[rows.first : rows.first + rows.count], rows
-                )
-            loss_sum += self._boundary.meet(self._own_part(losses))[0]
+            first, count = self._own_rows(len(samples))
+            own = samples[first : first + count]
+            part = self._losses(*self._tensors(own, len(samples)))
+            loss_sum += self._boundary.meet(part)[0]
             tokens += len(samples) * config.model.seq_len
             if self._boundary.stop:
                 return
@@ -335,6 +332,15 @@ class Training:
         self._val_loss = loss_sum / tokens
         self._record(val_loss=self._val_loss, val_tokens=tokens)
         self._show.say(f"step {self._step}: validation loss {self._val_loss:.4f}")
+
+    def _losses(self, tokens: tpm.Tensor, targets: tpm.Tensor) -> float:
+        """What this rank adds to the sum of the losses; one speaks for its replicas."""
+        predictions = self._placed(tokens)
+        output = self._placed.placement.output
+        with tpm.no_grad():
+            losses = tpm.cross_entropy(predictions, targets).sum()
+        speaks = output.is_member and output.coordinates[output.axes.index("tp")] == 0
+        return float(losses.local) if speaks else 0.0
 
     def _record(self, **values: Any) -> None:
         metrics = self._metrics
@@ -401,9 +407,10 @@ class Training:
     def _introduce(self) -> None:
         config = self._config
         size = sum(parameter.size for parameter in self._parameters)
+        kind = self._placed.placement.input.kind
         self._show.say(
             f"{config.model.kind} with {counted(size, 'parameter')} on "
-            f"{counted(comm.world().size, 'rank')} ({self._mesh.kind}, {self._layout}),"
+            f"{counted(comm.world().size, 'rank')} ({kind}, {self._layout}),"
             f" text {config.data.train}, run folder {self._folder.path}"
         )
         self._complete = self._is_complete()
