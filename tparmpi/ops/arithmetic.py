@@ -181,7 +181,7 @@ def _(plan: Plan, saved: Any, grad: Any, wanted: tuple[bool, ...]) -> Any:
     return left, right
 
 
-@operator("...->...", name="power")
+@operator("...->...", name="power", dtype=integers_of_bools)
 def _power(plan: Plan, x: Any, *, exponent: Any) -> Any:
     """Return ``x ** exponent`` for a number, in the dtype of `x`."""
     if exponent == 2:
@@ -222,7 +222,7 @@ def power(x: Tensor, exponent: Any) -> Tensor:
         If an integer is raised to a negative integer.
     """
     x = fitted("power", x, exponent)
-    if x.dtype.kind in "iu" and exponent < 0:
+    if isinstance(x, Tensor) and x.dtype.kind in "iu" and exponent < 0:
         raise UsageError(
             f"power: integers have no power {exponent}; cast the tensor to a floating "
             "dtype"
@@ -242,7 +242,9 @@ def pow(a: Any, b: Any) -> Tensor:
     UsageError
         If an integer is raised to a negative integer.
     """
-    return power(a, b) if isinstance(b, NUMBERS) else _apply("pow", a, b)
+    if isinstance(a, Tensor) and isinstance(b, NUMBERS):
+        return power(a, b)
+    return _apply("pow", a, b)
 
 
 @operator("...->...", name="scale", linear=(0,))

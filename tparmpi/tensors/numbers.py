@@ -69,8 +69,8 @@ def compared(name: str, value: Any, dtype: np.dtype[Any]) -> np.ndarray[Any, Any
 
 
 def fitted(name: str, x: Any, number: object) -> Any:
-    """Return tensor `x`, cast where NumPy would combine it with `number` in another
-    dtype. Local, but for a pending sum made narrower.
+    """Return a tensor `x`, cast where NumPy would combine it with `number` in another
+    dtype; what is no tensor as it is, for the operator to refuse. Local.
 
     Raises
     ------
@@ -79,6 +79,8 @@ def fitted(name: str, x: Any, number: object) -> Any:
     UsageError
         If it does not fit into the dtype.
     """
+    if not hasattr(x, "spec"):
+        return x
     dtype = x.dtype
     if dtype.kind in "fcV" and (
         type(number) is float or (type(number) is int and abs(number) < 1 << 53)
