@@ -120,8 +120,26 @@ class Backend(ABC):
         """See `kernels.gelu_backward`."""
         return kernels.gelu_backward(self.xp, x, grad)
 
+    def sigmoid(self, x: Array) -> Array:
+        """See `kernels.sigmoid`."""
+        return kernels.sigmoid(self.xp, x)
+
+    def swiglu(self, gate: Array, up: Array) -> Array:
+        """See `kernels.swiglu`."""
+        return kernels.swiglu(self.xp, gate, up)
+
+    def swiglu_backward(
+        self,
+        gate: Array,
+        up: Array,
+        grad: Array,
+        wanted: tuple[bool, bool] = (True, True),
+    ) -> tuple[Array | None, Array | None]:
+        """See `kernels.swiglu_backward`."""
+        return kernels.swiglu_backward(self.xp, gate, up, grad, wanted)
+
     def layer_norm(
-        self, x: Array, gain: Array, bias: Array, eps: float
+        self, x: Array, gain: Array | None, bias: Array | None, eps: float
     ) -> tuple[Array, Array, Array]:
         """See `kernels.layer_norm`."""
         return kernels.layer_norm(self.xp, x, gain, bias, eps)
@@ -131,7 +149,7 @@ class Backend(ABC):
         x: Array,
         mean: Array,
         rstd: Array,
-        gain: Array,
+        gain: Array | None,
         grad: Array,
         wanted: tuple[bool, bool, bool] = (True, True, True),
     ) -> tuple[Array | None, Array | None, Array | None]:
@@ -207,9 +225,13 @@ class Backend(ABC):
         first: int,
         logsumexp: Array,
         grad: Array,
+        hit: float = 1.0,
+        spread: float = 0.0,
     ) -> Array:
         """See `kernels.xent_backward`."""
-        return kernels.xent_backward(self.xp, logits, targets, first, logsumexp, grad)
+        return kernels.xent_backward(
+            self.xp, logits, targets, first, logsumexp, grad, hit, spread
+        )
 
     # Updates in place, and whole-array facts
 

@@ -41,8 +41,40 @@ def gelu_backward(xp: Any, x: Array, grad: Array) -> Array:
     return grad * (0.5 * (1.0 + t) + 0.5 * x * (1.0 - t * t) * inner_slope)
 
 
+def sigmoid(xp: Any, x: Array) -> Array:
+    """Return ``1 / (1 + exp(-x))``, which cannot overflow."""
+    decay = xp.exp(-xp.abs(x))
+    one = x.dtype.type(1)
+    return xp.where(x >= 0, one, decay) / (one + decay)
+
+
+def swiglu(xp: Any, gate: Array, up: Array) -> Array:
+    """Return ``gate sigmoid(gate) up`` for arrays of one shape.
+
+    Shazeer, "GLU Variants Improve Transformer" (2020).
+    """
+    return gate * sigmoid(xp, gate) * up
+
+
+def swiglu_backward(
+    xp: Any,
+    gate: Array,
+    up: Array,
+    grad: Array,
+    wanted: tuple[bool, bool] = (True, True),
+) -> tuple[Array | None, Array | None]:
+    """Return the gradients of `swiglu` for gate and up; None where not wanted.
+
+    With ``s = sigmoid(gate)``: ``grad up s (1 + gate (1 - s))`` and ``grad gate s``.
+    """
+    s = sigmoid(xp, gate)
+    dgate = grad * up * (s * (1.0 + gate * (1.0 - s))) if wanted[0] else None
+    dup = grad * (gate * s) if wanted[1] else None
+    return dgate, dup
+
+
 def layer_norm(
-    xp: Any, x: Array, gain: Array, bias: Array, eps: float
+    xp: Any, x: Array, gain: Array | None, bias: Array | None, eps: float
 ) -> tuple[Array, Array, Array]:
     """Normalise over the last dim: ``(x - mean) * rstd * gain + bias``.
 
@@ -52,6 +84,7 @@ def layer_norm(
     ----------
     x : (..., D)
     gain, bias : (D,)
+        1 and 0 if None.
     eps : float
         Added to the variance.
 
@@ -66,7 +99,10 @@ def layer_norm(
     centred = x - mean[..., None]
     variance = (centred * centred).sum(axis=-1) / count
     rstd = 1.0 / xp.sqrt(variance + eps)
-    return centred * rstd[..., None] * gain + bias, mean, rstd
+    y = centred * rstd[..., None]
+    if gain is not None:
+        y = y * gain
+    return y if bias is None else y + bias, mean, rstd
 
 
 def layer_norm_backward(
@@ -74,7 +110,7 @@ def layer_norm_backward(
     x: Array,
     mean: Array,
     rstd: Array,
-    gain: Array,
+    gain: Array | None,
     grad: Array,
     wanted: tuple[bool, bool, bool] = (True, True, True),
 ) -> tuple[Array | None, Array | None, Array | None]:
@@ -89,7 +125,7 @@ def layer_norm_backward(
     normalised = (x - mean[..., None]) * rstd[..., None]
     dx = dgain = dbias = None
     if wanted[0]:
-        scaled = grad * gain
+        scaled = grad if gain is None else grad * gain
         offset = scaled.sum(axis=-1, keepdims=True) / count
         slope = (scaled * normalised).sum(axis=-1, keepdims=True) / count
         dx = (scaled - offset - normalised * slope) * rstd[..., None]
@@ -216,12 +252,25 @@ def target_logits(xp: Any, logits: Array, targets: Array, first: int) -> Array:
 
 
 def xent_backward(
-    xp: Any, logits: Array, targets: Array, first: int, logsumexp: Array, grad: Array
+    xp: Any,
+    logits: Array,
+    targets: Array,
+    first: int,
+    logsumexp: Array,
+    grad: Array,
+    hit: float = 1.0,
+    spread: float = 0.0,
 ) -> Array:
     """Return the gradient for the logits held here: (..., V).
 
-    It is ``(exp(logits - logsumexp) - [column is the target]) grad``; ``logsumexp`` and
-    ``grad`` are (...). The result is the only array of the vocabulary's size.
+    It is ``(exp(logits - logsumexp) - spread - hit [column is the target]) grad``;
+    ``logsumexp`` and ``grad`` are (...). The result is the only array of the
+    vocabulary's size.
+
+    Parameters
+    ----------
+    hit, spread
+        The target's probability beside what each column has.
     """
     if logits.size == 0:
         return xp.empty(logits.shape, logits.dtype)
@@ -229,11 +278,13 @@ def xent_backward(
     dlogits = xp.empty(logits.shape, logits.dtype)
     xp.subtract(logits, logsumexp[..., None], out=dlogits)
     xp.exp(dlogits, out=dlogits)
+    if spread:
+        dlogits -= spread
     columns = logits.shape[-1]
     flat = dlogits.reshape(-1, columns)
     index = targets.reshape(-1).astype(np.int64) - first
     row = xp.flatnonzero((index >= 0) & (index < columns))
-    flat[row, index[row]] -= 1.0
+    flat[row, index[row]] -= hit
     dlogits *= grad[..., None]
     return dlogits
 

@@ -29,6 +29,8 @@ class NumpyBackend(Backend):
 
     gelu = staticmethod(numpy_kernels.gelu)
     gelu_backward = staticmethod(numpy_kernels.gelu_backward)
+    swiglu = staticmethod(numpy_kernels.swiglu)
+    swiglu_backward = staticmethod(numpy_kernels.swiglu_backward)
     layer_norm = staticmethod(numpy_kernels.layer_norm)
     layer_norm_backward = staticmethod(numpy_kernels.layer_norm_backward)
     softmax = staticmethod(numpy_kernels.softmax)

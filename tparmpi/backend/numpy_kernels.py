@@ -113,8 +113,59 @@ def gelu_backward(x: Array, grad: Array) -> Array:
     return dx
 
 
+def _sigmoid(gate: Array, scratch: Array, out: Array) -> None:
+    """Write ``sigmoid(gate)`` to `out`."""
+    np.abs(gate, out=scratch)
+    np.negative(scratch, out=scratch)
+    np.exp(scratch, out=scratch)
+    np.copyto(out, scratch)
+    np.copyto(out, 1.0, where=gate >= 0)
+    scratch += 1.0
+    out /= scratch
+
+
+def swiglu(gate: Array, up: Array) -> Array:
+    """See `kernels.swiglu`."""
+    y = np.empty(gate.shape, gate.dtype)
+    gate_flat, up_flat, y_flat = flat(gate), flat(up), y.reshape(-1)
+    (scratch,) = scratch_blocks(1, gate)
+    for block in blocks(gate.size):
+        value, out = gate_flat[block], y_flat[block]
+        _sigmoid(value, scratch[: value.size], out)
+        out *= value
+        out *= up_flat[block]
+    return y
+
+
+def swiglu_backward(
+    gate: Array, up: Array, grad: Array, wanted: tuple[bool, bool] = (True, True)
+) -> tuple[Array | None, Array | None]:
+    """See `kernels.swiglu_backward`."""
+    gate_flat, up_flat, grad_flat = flat(gate), flat(up), flat(grad)
+    dgate = np.empty(gate.shape, gate.dtype) if wanted[0] else None
+    dup = np.empty(gate.shape, gate.dtype) if wanted[1] else None
+    scratch = scratch_blocks(2, gate)
+    for block in blocks(gate.size):
+        value, upstream = gate_flat[block], grad_flat[block]
+        spare, opened = scratch[:, : value.size]
+        _sigmoid(value, spare, opened)
+        if dgate is not None:
+            out = dgate.reshape(-1)[block]
+            np.subtract(1.0, opened, out=out)
+            out *= value
+            out += 1.0
+            out *= opened
+            out *= up_flat[block]
+            out *= upstream
+        if dup is not None:
+            out = dup.reshape(-1)[block]
+            np.multiply(opened, value, out=out)
+            out *= upstream
+    return dgate, dup
+
+
 def layer_norm(
-    x: Array, gain: Array, bias: Array, eps: float
+    x: Array, gain: Array | None, bias: Array | None, eps: float
 ) -> tuple[Array, Array, Array]:
     """See `kernels.layer_norm`."""
     if x.size == 0:
@@ -135,8 +186,10 @@ def layer_norm(
         np.sqrt(spread, out=spread)
         np.divide(1.0, spread, out=spread)
         out *= spread[:, None]
-        out *= gain
-        out += bias
+        if gain is not None:
+            out *= gain
+        if bias is not None:
+            out += bias
     return y, mean, rstd
 
 
@@ -144,7 +197,7 @@ def layer_norm_backward(
     x: Array,
     mean: Array,
     rstd: Array,
-    gain: Array,
+    gain: Array | None,
     grad: Array,
     wanted: tuple[bool, bool, bool] = (True, True, True),
 ) -> tuple[Array | None, Array | None, Array | None]:
@@ -169,7 +222,7 @@ def layer_norm_backward(
             dgain += np.einsum("ij,ij->j", upstream, normalised)
         if dx is not None:
             out = dx.reshape(-1, width)[block]
-            np.multiply(upstream, gain, out=out)
+            np.multiply(upstream, 1.0 if gain is None else gain, out=out)
             offset = row_sum(out)
             slope = np.vecdot(out, normalised)
             offset /= width
@@ -266,7 +319,13 @@ def xent_local_stats(
 
 
 def xent_backward(
-    logits: Array, targets: Array, first: int, logsumexp: Array, grad: Array
+    logits: Array,
+    targets: Array,
+    first: int,
+    logsumexp: Array,
+    grad: Array,
+    hit: float = 1.0,
+    spread: float = 0.0,
 ) -> Array:
     """See `kernels.xent_backward`."""
     if logits.size == 0:
@@ -278,10 +337,12 @@ def xent_backward(
         out = out_rows[block]
         np.subtract(rows[block], shift[block], out=out)
         np.exp(out, out=out)
+        if spread:
+            out -= spread
         out *= upstream[block]
     index = targets.reshape(-1).astype(np.intp) - first
     row = np.flatnonzero((index >= 0) & (index < rows.shape[1]))
     column = index[row]
     probability = np.exp(rows[row, column] - shift[row, 0])
-    out_rows[row, column] = (probability - 1.0) * upstream[row, 0]
+    out_rows[row, column] = (probability - spread - hit) * upstream[row, 0]
     return dlogits

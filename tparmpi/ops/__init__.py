@@ -40,6 +40,7 @@ from tparmpi.ops.comparison import (
 )
 from tparmpi.ops.contraction import diagonal, einsum, linear, matmul, outer
 from tparmpi.ops.dropout import dropout
+from tparmpi.ops.embedding import embedding
 from tparmpi.ops.extrema import argmax, argmin, max, min
 from tparmpi.ops.functions import (
     cos,
@@ -56,6 +57,7 @@ from tparmpi.ops.functions import (
     sqrt,
     tanh,
 )
+from tparmpi.ops.gating import geglu, swiglu
 from tparmpi.ops.indexing import (
     gather,
     getitem,
@@ -66,16 +68,21 @@ from tparmpi.ops.indexing import (
     triu,
 )
 from tparmpi.ops.joining import concat, split, stack
-from tparmpi.ops.network import (
+from tparmpi.ops.losses import (
+    bce,
+    bce_sum,
     cross_entropy,
-    embedding,
-    layer_norm,
-    softmax,
+    cross_entropy_sum,
+    mse,
+    mse_sum,
 )
+from tparmpi.ops.normalization import group_norm, layer_norm, rms_norm
+from tparmpi.ops.positions import rotary
 from tparmpi.ops.rearranging import pad, repeat, roll, sort, topk
 from tparmpi.ops.reductions import all, any, cumsum, mean, sum
 from tparmpi.ops.shape import expand, reshape, swap, transpose
 from tparmpi.ops.slicing import expand_dims, flip, squeeze
+from tparmpi.ops.softmax import log_softmax, softmax
 from tparmpi.ops.statistics import logsumexp, norm, prod, std, var
 
 __all__ = [
@@ -86,6 +93,8 @@ __all__ = [
     "argmax",
     "argmin",
     "attention",
+    "bce",
+    "bce_sum",
     "bitwise_and",
     "bitwise_not",
     "bitwise_or",
@@ -96,6 +105,7 @@ __all__ = [
     "copy",
     "cos",
     "cross_entropy",
+    "cross_entropy_sum",
     "cumsum",
     "diagonal",
     "div",
@@ -112,8 +122,10 @@ __all__ = [
     "floor_divide",
     "gather",
     "ge",
+    "geglu",
     "gelu",
     "getitem",
+    "group_norm",
     "gt",
     "isfinite",
     "isinf",
@@ -122,6 +134,7 @@ __all__ = [
     "le",
     "linear",
     "log",
+    "log_softmax",
     "logical_and",
     "logical_not",
     "logical_or",
@@ -134,6 +147,8 @@ __all__ = [
     "mean",
     "min",
     "minimum",
+    "mse",
+    "mse_sum",
     "mul",
     "ne",
     "neg",
@@ -147,7 +162,9 @@ __all__ = [
     "relu",
     "repeat",
     "reshape",
+    "rms_norm",
     "roll",
+    "rotary",
     "rsqrt",
     "scale",
     "scatter_add",
@@ -165,6 +182,7 @@ __all__ = [
     "sub",
     "sum",
     "swap",
+    "swiglu",
     "take",
     "tanh",
     "topk",

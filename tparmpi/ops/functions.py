@@ -134,17 +134,10 @@ def _(plan: Plan, saved: Any, grad: Any, wanted: tuple[bool, ...]) -> Any:
     return (grad * (y.dtype.type(1) - y * y),)
 
 
-def _sigmoid(xp: Any, x: Any) -> Any:
-    """``1 / (1 + exp(-x))`` of floats that are no halves, without overflow."""
-    decay = xp.exp(-xp.abs(x))
-    one = x.dtype.type(1)
-    return xp.where(x >= 0, one, decay) / (one + decay)
-
-
 @operator("...->...", dtype=_real("sigmoid"))
 def sigmoid(plan: Plan, x: Any) -> Any:
     """Return ``1 / (1 + exp(-x))``."""
-    y = _sigmoid(plan.xp, _wide(x))
+    y = plan.backend.sigmoid(_wide(x))
     return _narrow(plan, y), y
 
 
@@ -158,13 +151,13 @@ def _(plan: Plan, saved: Any, grad: Any, wanted: tuple[bool, ...]) -> Any:
 def silu(plan: Plan, x: Any) -> Any:
     """Return ``x sigmoid(x)``, also called swish; Elfwing et al. (2018)."""
     wide = _wide(x)
-    return _narrow(plan, wide * _sigmoid(plan.xp, wide)), x
+    return _narrow(plan, wide * plan.backend.sigmoid(wide)), x
 
 
 @silu.define_backward
 def _(plan: Plan, saved: Any, grad: Any, wanted: tuple[bool, ...]) -> Any:
     x = _wide(saved)
-    y = _sigmoid(plan.xp, x)
+    y = plan.backend.sigmoid(x)
     one = x.dtype.type(1)
     return (grad * (y * (one + x * (one - y))),)
 
@@ -179,7 +172,7 @@ def softplus(plan: Plan, x: Any) -> Any:
 
 @softplus.define_backward
 def _(plan: Plan, saved: Any, grad: Any, wanted: tuple[bool, ...]) -> Any:
-    return (grad * _sigmoid(plan.xp, _wide(saved)),)
+    return (grad * plan.backend.sigmoid(_wide(saved)),)
 
 
 @operator("...->...", dtype=_real("erf"))
