@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 import tparmpi as tpm
-from tests.cases.arithmetic import gelu
 from tests.cases.case import Case, values
+from tests.cases.functions import gelu
 
 
 def softmax(x: np.ndarray, axis: int) -> np.ndarray:
