@@ -9,6 +9,7 @@ import pytest
 
 import tparmpi as tpm
 from tests import ways
+from tests.cases import arithmetic, comparison, functions
 from tests.ways import Way
 
 pytestmark = pytest.mark.mpi(min_size=4)
@@ -89,3 +90,43 @@ def test_indices_that_change_their_owner(way):
     gradient = 2 * whole
     gradient[::2] *= 2
     assert np.array_equal(x.grad.numpy(), gradient)
+
+
+# The error function is cupyx's on a GPU, which the simulated one has not.
+ELEMENTWISE = [
+    case
+    for case in (*arithmetic.CASES, *functions.CASES, *comparison.CASES)
+    if case.reference is not None
+    and case.operator != "erf"
+    and (case.operator, case.name) != ("gelu", "exact")
+]
+
+
+def test_elementwise_operators(way):
+    """Values, and gradients as on the host, of arrays that NumPy may not read."""
+    pair = way.group([0, 1])
+    if not pair.is_member:
+        return
+    host = tpm.device().autodiff()
+    for case in ELEMENTWISE:
+        tensors = [tpm.tensor(way.put(array), pair.autodiff()) for array in case.arrays]
+        expected = [tpm.tensor(array, host) for array in case.arrays]
+        for number in case.differentiable:
+            tensors[number].require_grad()
+            expected[number].require_grad()
+        found, wanted = case.apply(*tensors), case.apply(*expected)
+        np.testing.assert_allclose(
+            found.numpy(), wanted.numpy(), rtol=TOLERANCE, err_msg=case.operator
+        )
+        if not case.differentiable:
+            continue
+        (found * found).sum().backward()
+        (wanted * wanted).sum().backward()
+        for number in case.differentiable:
+            np.testing.assert_allclose(
+                tensors[number].grad.numpy(),
+                expected[number].grad.numpy(),
+                rtol=TOLERANCE,
+                atol=TOLERANCE,
+                err_msg=case.operator,
+            )

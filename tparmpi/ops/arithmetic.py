@@ -175,7 +175,7 @@ def _(plan: Plan, saved: Any, grad: Any, wanted: tuple[bool, ...]) -> Any:
         slope = b * a ** (xp.where(b == 0, one, b) - one)
         left = sum_to(plan, grad * slope, 0)
     if wanted[1]:
-        level = (a == 0) & (b.real >= 0)
+        level = (a == 0) & (b >= 0)
         logarithm = xp.log(xp.where(level, a.dtype.type(1), a))
         right = sum_to(plan, grad * (y * logarithm), 1)
     return left, right
