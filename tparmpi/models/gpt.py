@@ -24,6 +24,7 @@ from tparmpi.nn import (
     init,
 )
 from tparmpi.nn.splitting import (
+    axis_number,
     gather_positions,
     layout_over,
     scatter_positions,
@@ -138,6 +139,8 @@ class GPTInput(Module):
         positions = self.positions.gathered()
         if length < most:
             positions, _ = positions.split((length, most - length), dim=0)
+        if self.layout.context_axis in tokens.device.axes:
+            tokens = with_placement(tokens, self.layout.context_axis, Shard(1))
         x = self.tokens(tokens)
         if self.layout.sequence:
             x = scatter_positions(x, self.layout.axis)
@@ -168,6 +171,8 @@ class GPTBlock(Module):
             split=layout.attention,
             axis=layout.axis,
             other_axis=layout.other_axis,
+            context=layout.context,
+            context_axis=layout.context_axis,
             output_initializer=residual,
             dtype=dtype,
         )
@@ -270,10 +275,11 @@ class GPT(Module):
 
     Raises
     ------
+    UsageError
+        If the placement is for another number of layers, or the layout splits positions
+        over two axes in the wrong order.
     ShardingError
         If there are fewer heads than members to split them over.
-    UsageError
-        If the placement is for another number of layers.
     """
 
     def __init__(
@@ -288,6 +294,7 @@ class GPT(Module):
         if isinstance(placement, Place):
             placement = LayerPlacement.new([(placement, config.n_layer)])
         placement.check_count(config.n_layer)
+        _check_order(placement.input, layout)
         self.config = config
         self.input = GPTInput(config, placement.input, layout, dtype)
         self.blocks = [
@@ -324,3 +331,16 @@ class GPT(Module):
         for layer in self.layers_hidden:
             x = layer(x)
         return self.layer_output(x)
+
+
+def _check_order(place: Place, layout: GPTLayout) -> None:
+    """Refuse what would gather all positions to split them once more."""
+    number, context = axis_number(place, layout.axis), layout.context_axis
+    if not layout.sequence or number is None or context not in place.axes:
+        return
+    if place.axes.index(context) > number and place.shape[number] > 1:
+        raise UsageError(
+            f"GPT: sequence splits over '{layout.axis}' what '{context}' has split, so "
+            f"that '{context}' must stand before '{layout.axis}' in the mesh; make the "
+            'mesh so, with context="ring" in the layout'
+        )

@@ -30,6 +30,9 @@ out of attn and mlp   pending sum, reduce_scattered by T
 into output.weight    all_gathered, kept as the shard
 ====================  =====================================
 
+On a mesh with ``context_axis`` everything that has positions is split by them along it,
+from the tokens to the logits; only attention communicates there.
+
 With ``other_axis`` the weights of attention and MLP are split along D as well. What
 flows into them is sliced; q, k, v and the inner features are sums pending over that
 axis, all_reduced; what flows out is split along D, all_gathered + residual.
@@ -60,6 +63,13 @@ class GPTLayout:
         attention and MLP too (2-D tensor parallelism).
     sequence
         Whether norms, dropout and residuals have their positions split over the axis.
+    context_axis
+        Name of the axis of the mesh that positions are split over from end to end; all
+        weights are whole along it.
+    context : {"heads", "ring"}
+        How positions meet in attention; see `tparmpi.nn.CausalSelfAttention`. With
+        ``"heads"`` the axis must stand after `axis` in the mesh, with `sequence`
+        before it, so that both together take ``"ring"``.
     fully_sharded
         Name of the axis that weights and embeddings are stored over; see
         `tparmpi.nn.fully_shard`.
@@ -71,6 +81,8 @@ class GPTLayout:
     mlp: str | None = "hidden"
     other_axis: str | None = None
     sequence: bool = False
+    context_axis: str = "cp"
+    context: str = "heads"
     fully_sharded: str | None = None
 
 

@@ -96,8 +96,12 @@ def gather_positions(x: Tensor, axis: str) -> Tensor:
     return with_placement(x, axis, REPLICATE, regather=True)
 
 
-def check_split(layer: str, split: str | None, known: Sequence[str]) -> None:
+def check_split(
+    layer: str, split: str | None, known: Sequence[str], argument: str = "split"
+) -> None:
     """Raise `UsageError` unless `split` is None or one of `known`."""
     if split is not None and split not in known:
         words = " or ".join(repr(word) for word in known)
-        raise UsageError(f"{layer}: split must be {words} or None, it is {split!r}")
+        raise UsageError(
+            f"{layer}: {argument} must be {words} or None, it is {split!r}"
+        )
