@@ -21,6 +21,7 @@ from tparmpi.comm import (
     ledger,
     long_work,
     mesh,
+    simulate,
     world,
 )
 from tparmpi.errors import (
@@ -314,6 +315,7 @@ __all__ = [
     "scatter_add",
     "sigmoid",
     "silu",
+    "simulate",
     "sin",
     "softmax",
     "softplus",

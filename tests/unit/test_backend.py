@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from tparmpi import backend
-from tparmpi.backend import MetaArray, dtypes
-from tparmpi.backend.base import KERNELS
+from tparmpi.backend import dtypes
 from tparmpi.errors import DeviceError
 
 
@@ -101,23 +100,15 @@ def test_add_into():
 def test_meta_arrays():
     meta = backend.get("meta")
     array = meta.zeros([2, 3], "bfloat16")
-    assert array == MetaArray((2, 3), dtypes.dtype("bfloat16"))
+    assert (array.shape, array.dtype) == ((2, 3), dtypes.dtype("bfloat16"))
     assert (array.ndim, array.size, array.nbytes) == (2, 6, 12)
     assert meta.empty((), "float64").size == 1
-    assert meta.from_host(np.zeros((4, 0), np.int8)) == MetaArray(
-        (4, 0), np.dtype("i1")
-    )
+    copied = meta.from_host(np.zeros((4, 0), np.int8))
+    assert (copied.shape, copied.dtype) == ((4, 0), np.dtype("i1"))
     assert meta.contiguous(array) is array
-    assert meta.xp is None
     meta.synchronize()
     with pytest.raises(DeviceError, match=r"\(2, 3\).*no values"):
         meta.to_host(array)
-
-
-@pytest.mark.parametrize("kernel", sorted(KERNELS))
-def test_meta_computes_nothing(kernel):
-    with pytest.raises(DeviceError, match=f"{kernel}.*no values"):
-        getattr(backend.get("meta"), kernel)(1, 2, 3)
 
 
 def test_dtype_names():

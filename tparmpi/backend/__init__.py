@@ -5,9 +5,10 @@ from __future__ import annotations
 from functools import cache
 
 from ..errors import DeviceError
-from .base import Backend, MetaArray
+from .base import Backend
+from .meta_array import MetaArray, has_values
 
-__all__ = ["Backend", "MetaArray", "get"]
+__all__ = ["Backend", "MetaArray", "get", "has_values"]
 
 
 @cache

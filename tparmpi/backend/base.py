@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
-from math import prod
 from typing import Any
 
 import numpy as np
@@ -16,29 +14,6 @@ from .attention import Band, Softmax
 from .random import Key
 
 Array = Any
-
-
-@dataclass(frozen=True)
-class MetaArray:
-    """An array's shape and dtype, without its data."""
-
-    shape: tuple[int, ...]
-    dtype: np.dtype[Any]
-
-    @property
-    def ndim(self) -> int:
-        """Number of dims."""
-        return len(self.shape)
-
-    @property
-    def size(self) -> int:
-        """Number of elements."""
-        return prod(self.shape)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that the data would take."""
-        return self.size * self.dtype.itemsize
 
 
 class Backend(ABC):
@@ -54,8 +29,8 @@ class Backend(ABC):
     ----------
     kind : str
         ``"cpu"``, ``"cuda"`` or ``"meta"``.
-    xp : module or None
-        The array module (``numpy`` or ``cupy``); None for ``"meta"``.
+    xp : module
+        The array module: ``numpy``, ``cupy``, or for ``"meta"`` one like NumPy.
     supported_dtypes : frozenset of str
         Names of the dtypes that this kind of device computes with.
     """
@@ -357,13 +332,3 @@ class Backend(ABC):
     @abstractmethod
     def _normal_quantile(self, probability: Array) -> Array:
         """Return the standard normal's quantiles (float64)."""
-
-
-# What computes on values: all but the handling of arrays.
-KERNELS = frozenset(
-    name
-    for name in vars(Backend)
-    if name.startswith("random_")
-    or name == "add_into"
-    or name in vars(kernels) | vars(attention_kernels)
-) - frozenset(dir(object))

@@ -1,23 +1,28 @@
-"""Arrays without data: shapes of what lives elsewhere."""
+"""Arrays without data: shapes of what lives elsewhere, and of simulated meshes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import numpy as np
 
-from ..errors import DeviceError
 from . import dtypes
-from .base import KERNELS, Backend, MetaArray
+from .attention import Softmax, check_attention_shapes, head_groups
+from .base import Backend
+from .meta_array import MetaArray, meta_of, no_values
+from .meta_module import meta_module
 from .numpy_backend import NumpyBackend
 
 
 class MetaBackend(Backend):
-    """`MetaArray` objects. Whatever needs values raises DeviceError. See `Backend`."""
+    """`MetaArray` objects. Whatever needs values raises DeviceError. See `Backend`.
+
+    Kernels return arrays of the shapes and dtypes that they return on other backends.
+    """
 
     kind = "meta"
-    xp: Any = None
+    xp: Any = meta_module
     supported_dtypes = NumpyBackend.supported_dtypes
 
     def empty(self, shape: Sequence[int], dtype: Any) -> MetaArray:
@@ -27,13 +32,10 @@ class MetaBackend(Backend):
         return self.empty(shape, dtype)
 
     def from_host(self, array: Any) -> MetaArray:
-        return MetaArray(np.shape(array), np.asarray(array).dtype)
+        return meta_of(array)
 
     def to_host(self, array: MetaArray) -> NoReturn:
-        raise DeviceError(
-            f"an array of shape {array.shape} on a meta device has no values; read it "
-            "on a rank that holds it"
-        )
+        raise no_values(f"an array of shape {array.shape}")
 
     def contiguous(self, array: MetaArray) -> MetaArray:
         return array
@@ -41,29 +43,92 @@ class MetaBackend(Backend):
     def synchronize(self) -> None:
         return None
 
-    def random_words(self, key: Any, first: int, count: int) -> NoReturn:
-        raise _no_values("random_words")
+    # Kernels whose plain form is slow here, or asks for values
 
-    def erf(self, x: MetaArray) -> NoReturn:
-        raise _no_values("erf")
+    def attention(
+        self, q: Any, k: Any, v: Any, scale: float, band: Any = None, bias: Any = None
+    ) -> tuple[MetaArray, Softmax]:
+        check_attention_shapes(q, k, v)
+        rows = (*q.shape[:1], *head_groups(q, k), q.shape[1], 1)
+        statistics = MetaArray(rows, q.dtype)
+        y = MetaArray((*q.shape[:3], v.shape[3]), q.dtype)
+        return y, Softmax(statistics, statistics)
 
-    def erfc(self, x: MetaArray) -> NoReturn:
-        raise _no_values("erfc")
+    def attention_backward(
+        self,
+        q: Any,
+        k: Any,
+        v: Any,
+        saved: Any,
+        y: Any,
+        grad: Any,
+        scale: float,
+        band: Any = None,
+        bias: Any = None,
+        wanted: tuple[bool, bool, bool, bool] = (True, True, True, False),
+    ) -> Any:
+        return tuple(
+            MetaArray(x.shape, q.dtype) if want and x is not None else None
+            for x, want in zip((q, k, v, bias), wanted, strict=True)
+        )
 
-    def _normal_quantile(self, probability: MetaArray) -> NoReturn:
-        raise _no_values("normal_quantile")
+    def embedding(self, table: Any, ids: Any, first: int = 0) -> MetaArray:
+        return MetaArray((*ids.shape, *table.shape[1:]), table.dtype)
 
+    def embedding_backward(
+        self, grad: Any, ids: Any, first: int, rows: int
+    ) -> MetaArray:
+        return MetaArray((rows, grad.shape[-1]), grad.dtype)
 
-def _no_values(operation: str) -> DeviceError:
-    return DeviceError(f"{operation}: arrays on a meta device have no values")
+    def xent_local_stats(
+        self, logits: Any, targets: Any, first: int, maximum: Any
+    ) -> tuple[MetaArray, MetaArray]:
+        return maximum.copy(), maximum.copy()
 
+    def xent_backward(
+        self, logits: Any, targets: Any, first: int, *rest: Any, **options: Any
+    ) -> MetaArray:
+        return MetaArray(logits.shape, logits.dtype)
 
-def _refuse(kernel: str) -> Callable[..., NoReturn]:
-    def refused(*args: Any, **options: Any) -> NoReturn:
-        raise _no_values(kernel)
+    def adamw(self, *arrays: Any, **options: Any) -> None:
+        return None
 
-    return refused
+    def sgd(self, *arrays: Any, **options: Any) -> None:
+        return None
 
+    def sum_of_squares(self, x: Any) -> float:
+        """Return that of zeros."""
+        return 0.0
 
-for _kernel in KERNELS:
-    setattr(MetaBackend, _kernel, _refuse(_kernel))
+    def all_finite(self, x: Any) -> bool:
+        """Return that of zeros."""
+        return True
+
+    def random_block(
+        self, key: Any, shape: Any, start: Any, extent: Sequence[int]
+    ) -> MetaArray:
+        return MetaArray(extent, np.dtype(np.uint64))
+
+    def random_uniform(
+        self, key: Any, shape: Any, start: Any, extent: Sequence[int], dtype: Any
+    ) -> MetaArray:
+        return MetaArray(extent, dtypes.dtype(dtype))
+
+    random_normal = random_uniform
+
+    def random_keep(
+        self, key: Any, shape: Any, start: Any, extent: Sequence[int], p: float
+    ) -> MetaArray:
+        return MetaArray(extent, np.dtype(np.bool_))
+
+    def random_words(self, key: Any, first: int, count: int) -> MetaArray:
+        return MetaArray((count,), np.dtype(np.uint64))
+
+    def erf(self, x: MetaArray) -> MetaArray:
+        return x.copy()
+
+    def erfc(self, x: MetaArray) -> MetaArray:
+        return x.copy()
+
+    def _normal_quantile(self, probability: MetaArray) -> MetaArray:
+        return MetaArray(probability.shape, np.dtype(np.float64))

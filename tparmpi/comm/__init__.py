@@ -15,6 +15,7 @@ from tparmpi.comm.mesh import Mesh, mesh
 from tparmpi.comm.place import Autodiff, Place
 from tparmpi.comm.runtime import device, devices, init, is_initialized, world
 from tparmpi.comm.settings import DeviceSettings
+from tparmpi.comm.simulated import simulate
 from tparmpi.comm.work import long_work
 
 __all__ = [
@@ -36,6 +37,7 @@ __all__ = [
     "long_work",
     "mesh",
     "run_main",
+    "simulate",
     "together",
     "world",
 ]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from mpi4py import MPI
 
 from tparmpi.comm import progress
+from tparmpi.comm.call import Call
 from tparmpi.comm.tags import describe, fold
 from tparmpi.comm.transports import choice
 from tparmpi.comm.transports.base import Transport
@@ -40,9 +41,13 @@ class Channel:
         None for a single member, which has nothing to send.
     way : Way or None
         How sums go, where that was measured.
+    call : type
+        What the groups make their calls of.
     in_flight : set
         The operations under way: first tags, with the pair of members if it is theirs.
     """
+
+    call = Call
 
     def __init__(self, world: World, members: tuple[int, ...]) -> None:
         self._world = world

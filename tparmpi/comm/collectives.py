@@ -249,6 +249,13 @@ class Collectives(Members):
         call = self.begin("all_gather_object")
         return call.run(operations.all_gather_object, value)
 
+    def foreseen(self, shape: Sequence[int], dtype: Any) -> Array | None:
+        """Return the `out` for a `recv` of what is known to be of this kind. Local.
+
+        None, but on a simulated mesh, where nothing comes that could tell.
+        """
+        return self.backend.empty(shape, dtype) if self.kind == "meta" else None
+
     # Calls
 
     def begin(self, kind: str, root: int = 0) -> Call:
@@ -260,7 +267,7 @@ class Collectives(Members):
             )
         sequence = self.sequence
         self.sequence = sequence + 1
-        return Call(self, channel, kind, sequence)
+        return channel.call(self, channel, kind, sequence)
 
     def begin_message(self, kind: str, source: int, to: int) -> Call:
         """Begin the next point-to-point call of two members."""
@@ -274,4 +281,4 @@ class Collectives(Members):
             raise UsageError(f"{kind}: member {peer} is this rank itself")
         number = self._messages.get((source, to), 0)
         self._messages[source, to] = number + 1
-        return Call(self, channel, kind, number, (source, to))
+        return channel.call(self, channel, kind, number, (source, to))

@@ -94,7 +94,7 @@ class Mesh(Collectives):
             If the sizes do not multiply to the axis's.
         """
         number = self._number("factor", name)
-        _check_sizes("factor", sizes)
+        check_sizes("factor", sizes)
         if prod(sizes.values()) != self.shape[number]:
             raise GroupError(
                 f"factor: {_product(sizes)} is {prod(sizes.values())}, axis {name!r} "
@@ -158,7 +158,7 @@ def mesh(devices: Sequence[Place] | None = None, **axes: int) -> Mesh:
     given = check_devices("mesh", all_devices() if devices is None else devices)
     if not axes:
         raise UsageError("mesh: no axes are given; name them: mesh(dp=2, tp=2)")
-    _check_sizes("mesh", axes)
+    check_sizes("mesh", axes)
     if prod(axes.values()) != len(given):
         raise GroupError(
             f"mesh: {_product(axes)} is {prod(axes.values())}, there are {len(given)} "
@@ -184,7 +184,8 @@ def _agreed(devices: tuple[Device, ...], axes: dict[str, int]) -> Mesh:
         meeting.close()
 
 
-def _check_sizes(method: str, sizes: Mapping[str, int]) -> None:
+def check_sizes(method: str, sizes: Mapping[str, int]) -> None:
+    """Raise `UsageError` unless the axes have names and sizes that axes can have."""
     for name, size in sizes.items():
         if not isinstance(size, int) or isinstance(size, bool) or size < 1:
             raise UsageError(

@@ -6,7 +6,7 @@ Each is a generator function of the call and its arguments; see `algorithms`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -17,6 +17,12 @@ from tparmpi.comm.folding import fold_of
 from tparmpi.comm.tags import FIRST, MESSAGE
 from tparmpi.errors import ShapeError
 from tparmpi.sharding import chunk
+
+
+class Kind(Protocol):
+    """A call as errors name it."""
+
+    kind: str
 
 
 def all_reduce(call: Call, array: Array, op: str, out: Array | None) -> Steps[Array]:
@@ -36,7 +42,7 @@ def all_reduce(call: Call, array: Array, op: str, out: Array | None) -> Steps[Ar
         yield from algorithms.reduce_everywhere(link, flat, into, fold)
     if call.is_counted:
         own = chunk(flat.size, size, link.rank)[1]
-        call.sent = (flat.size + (size - 2) * own) * flat.itemsize
+        call.sent = summed_bytes(flat.size, own, size, flat.itemsize)
     return call.give_out(total, out)
 
 
@@ -405,7 +411,18 @@ def lengths_of(
     return [int(other) for other in lengths[:, 0]]
 
 
-def check_dim(call: Call, shape: tuple[int, ...], dim: int) -> None:
+def summed_bytes(count: int, own: int, size: int, itemsize: int) -> int:
+    """Return the payload that a member of `size` sends for an ``all_reduce``. Local.
+
+    Parameters
+    ----------
+    count, own
+        Elements of the array, and of the member's chunk of it.
+    """
+    return (count + (size - 2) * own) * itemsize
+
+
+def check_dim(call: Kind, shape: tuple[int, ...], dim: int) -> None:
     """Refuse a dim that the array does not have. Local."""
     if not 0 <= dim < len(shape):
         raise ShapeError(f"{call.kind}: an array of shape {shape} has no dim {dim}")

@@ -82,6 +82,14 @@ def world_state() -> World:
     return _world
 
 
+def replace_world(world: World | None) -> World | None:
+    """Make `world` what is known of all ranks; return what was. Local."""
+    global _world
+    with _lock:
+        before, _world = _world, world
+    return before
+
+
 def device() -> Device:
     """Return this rank's device. Local after `init`."""
     state = world_state()
@@ -202,6 +210,8 @@ def _check_same(
             "init(settings=…) before it"
         )
     if comm is not None:
+        if state.is_simulated:
+            raise UsageError("init: a simulated mesh takes no communicator")
         from mpi4py import MPI
 
         alike = MPI.Comm.Compare(comm, state.comm)

@@ -45,6 +45,8 @@ class World:
         Compares what members call, where that is asked for.
     """
 
+    is_simulated = False
+
     def __init__(self, comm: MPI.Intracomm) -> None:
         self.comm: MPI.Intracomm = comm.Dup()
         self.control = Control(comm.Dup())

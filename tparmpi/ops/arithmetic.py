@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from tparmpi.backend import dtypes
+from tparmpi.backend import dtypes, has_values
 from tparmpi.errors import UsageError
 from tparmpi.tensors import (
     NUMBERS,
@@ -156,7 +156,7 @@ def _(plan: Plan, saved: Any, grad: Any, wanted: tuple[bool, ...]) -> Any:
 @operator("...,...->...", name="pow", dtype=integers_of_bools, numbers=beside)
 def _pow(plan: Plan, a: Any, b: Any) -> Any:
     """Return ``a ** b``, broadcast as NumPy does."""
-    if b.dtype.kind == "i" and b.size and int(b.min()) < 0:
+    if b.dtype.kind == "i" and b.size and has_values(b) and int(b.min()) < 0:
         raise UsageError(
             f"pow: integers have no power {int(b.min())}; cast one operand to a "
             "floating dtype"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from tparmpi.backend import has_values
 from tparmpi.errors import UsageError
 from tparmpi.tensors import Plan, operator
 
@@ -18,7 +19,7 @@ def check_ids(name: str, ids: Any, size: int) -> None:
     """
     if ids.dtype.kind not in "iu":
         raise UsageError(f"{name}: ids must be integers, they are {ids.dtype}")
-    if ids.size == 0:
+    if ids.size == 0 or not has_values(ids):
         return
     low, high = int(ids.min()), int(ids.max())
     if low < 0 or high >= size:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from tparmpi.backend import dtypes
+from tparmpi.backend import dtypes, has_values
 from tparmpi.errors import ShapeError, UsageError
 from tparmpi.ops.keys import read_key
 from tparmpi.ops.reductions import normalize_dims
@@ -39,7 +39,7 @@ def _counted_from_0(name: str, ids: Any, size: int, where: str) -> Any:
     UsageError
         If one is out of range.
     """
-    if ids.size == 0:
+    if ids.size == 0 or not has_values(ids):
         return ids.astype(np.int64)
     low, high = int(ids.min()), int(ids.max())
     if low < -size or high >= size:

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from tparmpi.backend import dtypes
+from tparmpi.backend import dtypes, has_values
 from tparmpi.errors import UsageError
 from tparmpi.ops.arithmetic import floating
 from tparmpi.ops.casting import cast
@@ -46,7 +46,8 @@ def _cross_entropy(
     if ignore_index is not None:
         ignored = targets == ignore_index
         # Where nothing is to be found, in any member's part of the vocabulary.
-        check_ids("cross_entropy", targets[~ignored], shard.size)
+        if has_values(targets):
+            check_ids("cross_entropy", targets[~ignored], shard.size)
         targets = xp.where(ignored, shard.size, targets.astype(np.int64))
     else:
         check_ids("cross_entropy", targets, shard.size)

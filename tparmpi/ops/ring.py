@@ -105,16 +105,21 @@ class _Round:
         if self.leaves(hop):
             sends = self.send(self.after, block)
         if self.arrives(hop + 1):
-            receives = self.receive(self.before, len(block))
+            keys = self.keys_at(hop + 1)
+            kinds = [(_with_keys(a.shape, keys), a.dtype) for a in block]
+            receives = self.receive(self.before, kinds)
         return _Passing(sends, receives, block)
 
     def send(self, to: int, arrays: Sequence[Array]) -> list[Handle[None]]:
         """Start to send arrays to a member."""
         return [self.group.start.send(array, to) for array in arrays]
 
-    def receive(self, source: int, count: int) -> list[Handle[Array]]:
-        """Start to receive arrays from a member."""
-        return [self.group.start.recv(source) for _ in range(count)]
+    def receive(
+        self, source: int, kinds: Sequence[tuple[tuple[int, ...], Any]]
+    ) -> list[Handle[Array]]:
+        """Start to receive arrays, of some shapes and dtypes, from a member."""
+        group = self.group
+        return [group.start.recv(source, out=group.foreseen(*kind)) for kind in kinds]
 
 
 class _Passing(NamedTuple):
@@ -128,6 +133,11 @@ class _Passing(NamedTuple):
         """Return the block that has arrived, or else the one that was here."""
         _wait(self.sends)
         return tuple(_wait(self.receives)) or self.block
+
+
+def _with_keys(shape: tuple[int, ...], keys: slice) -> tuple[int, ...]:
+    """The shape (B, S, K, E) with the number of `keys` for S."""
+    return (shape[0], keys.stop - keys.start, *shape[2:])
 
 
 def _wait(handles: list[Handle[Any]]) -> list[Any]:
@@ -218,7 +228,8 @@ def attention_backward(
         found: Any = None
         growing = []
         if hop > 1 and ring.arrives(hop):
-            growing = ring.receive(ring.before, len(moved))
+            kinds = [(block[number - 1].shape, q.dtype) for number in moved]
+            growing = ring.receive(ring.before, kinds)
         passing = ring.pass_on(hop, block)
         if hop == 0 or ring.sees(hop):
             found = plan.backend.attention_backward(
@@ -243,7 +254,8 @@ def attention_backward(
                     array += found[number]
             sent = ring.send(ring.after if ring.leaves(hop) else ring.owner(hop), grown)
         if hop > 0 and hop == ring.reach[ring.rank]:
-            home = ring.receive((ring.rank + hop) % ring.members, len(moved))
+            kinds = [((k, v)[number - 1].shape, q.dtype) for number in moved]
+            home = ring.receive((ring.rank + hop) % ring.members, kinds)
         block = passing.wait()
         del passing
     for number, array in zip(moved, _wait(home), strict=False):

@@ -45,7 +45,7 @@ def tensor(array: Any, place: Place, dtype: Any = None) -> Tensor:
     native = host.dtype.newbyteorder("=")
     shape = tuple(int(n) for n in host.shape)
     spec = spec_of(inner, shape, native, replicated(len(inner.shape)))
-    if not inner.is_member:
+    if not inner.is_member or inner.kind == "meta":
         return Tensor(spec, MetaArray(shape, spec.dtype), place, cell=[0])
     result = Tensor(spec, None, place, cell=[0])
     if isinstance(host, np.ndarray) or not hasattr(host, "__cuda_array_interface__"):

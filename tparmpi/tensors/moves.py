@@ -143,6 +143,10 @@ def _carry(
             if member != rank:
                 # What need not be cut into pieces is received in its place.
                 into = places[0] if write is _assign and len(places) == 1 else None
+                if into is None:
+                    length = sum(place.shape[dim] for place in places)
+                    shape = (*around[:dim], length, *around[dim:])
+                    into = group.foreseen(shape, places[0].dtype)
                 arriving[member] = group.start.recv(member, out=into)
         for member, parts in outgoing.items():
             if member != rank:

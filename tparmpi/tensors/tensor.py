@@ -9,7 +9,7 @@ import numpy as np
 
 from tparmpi.backend import MetaArray
 from tparmpi.comm import Place
-from tparmpi.errors import AutodiffError, ShapeError, ShardingError
+from tparmpi.errors import AutodiffError, DeviceError, ShapeError, ShardingError
 from tparmpi.sharding import Layout, Placement, replicated
 from tparmpi.tensors import tape
 from tparmpi.tensors.protocol import Protocol
@@ -322,6 +322,11 @@ class Tensor(Protocol):
     def numpy(self) -> np.ndarray[Any, Any]:
         """Return the whole value as a new NumPy array. Collective over the place."""
         self._refuse_shell("numpy()")
+        if self.spec.place.kind == "meta":
+            raise DeviceError(
+                f"numpy(): the tensor, of shape {self.shape}, lives on a simulated "
+                "mesh and has no values; run the program on real devices to see them"
+            )
         whole = self.to_layout(replicated(len(self.layout)))
         host = whole._host
         if host is None:
