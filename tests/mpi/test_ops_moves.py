@@ -89,6 +89,20 @@ def test_only_rows_that_change_their_owner_are_sent(group, name):
     assert x.grad.sharding == Shard(0)
 
 
+def test_no_gradient_is_sent_to_an_operand_that_wants_none(group):
+    if not group.is_member:
+        return
+    place = group.autodiff()
+    x = laid_out(values(ROWS, WIDTH), place, (Shard(0),)).require_grad()
+    fixed = laid_out(values(ROWS, WIDTH, seed=1), place, (Shard(0),))
+    loss = tpm.concat([fixed, x]).sum()
+    with tpm.ledger() as ledger:
+        loss.backward()
+    sent = group.all_reduce(np.array(ledger.bytes()))
+    assert sent == changed(group.size, joined(ROWS, ROWS)[1:]) * WIDTH * ITEM
+    np.testing.assert_array_equal(x.grad.numpy(), np.ones((ROWS, WIDTH)))
+
+
 def test_a_row_is_a_pending_sum_and_nothing_is_sent(group):
     if not group.is_member:
         return
