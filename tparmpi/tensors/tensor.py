@@ -375,10 +375,6 @@ class Tensor(Protocol):
             self.cell = [0]
         self.cell[0] += 1
 
-    def __getitem__(self, key: Any) -> Tensor:
-        result: Tensor = methods["getitem"](self, key)
-        return result
-
     def __repr__(self) -> str:
         extra = ", shell" if self.is_shell else ""
         return (
