@@ -8,8 +8,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from tparmpi.comm import lent
+from tparmpi.comm import lent, pages
 from tparmpi.comm.lent import Lender
+from tparmpi.comm.scratch import Scratch
 
 LARGE = (1000, 300)
 F8 = np.dtype(np.float64)
@@ -67,3 +68,26 @@ def test_what_is_kept_has_a_limit(monkeypatch):
     assert 2_400_000 <= lender.kept_bytes <= 5_000_000
     kept = [lender.empty(LARGE, F8) for _ in range(2)]
     assert last in [address(array) for array in kept]
+
+
+@pytest.mark.parametrize("nbytes", [0, 5, 2**21 - 1, 2**21, 3 * 2**21 + 1])
+def test_large_memory_begins_with_a_huge_page(nbytes):
+    memory = pages.allocate(nbytes)
+    assert memory.shape == (nbytes,) and memory.flags.writeable
+    if nbytes >= pages.HUGE_BYTES:
+        assert address(memory) % pages.HUGE_BYTES == 0
+    memory[...] = 3
+    part = memory[nbytes // 2 :].view(np.int8)
+    del memory
+    assert (part == 3).all()
+
+
+def test_borrowed_memory_is_lent_again():
+    scratch = Scratch()
+    for shape in [(5, 3), (2, 2**18)]:
+        first = scratch.borrow(shape, F8)
+        first[...] = 1
+        place = address(first)
+        scratch.give_back(first)
+        assert address(scratch.borrow(shape, F8)) == place
+        assert address(scratch.borrow(shape, F8)) != place

@@ -34,7 +34,7 @@ Steps = Generator["Pending", None, _T]
 # it whole to every member: one exchange instead of two.
 WHOLE_BYTES = 256 * 1024
 # Two members send no more bytes that way than in pieces, and wait for each other less.
-_PAIR_TIMES = 16
+_PAIR_TIMES = 4
 # Larger sums go in pieces, of this many bytes from all members together, so that adding
 # one overlaps with moving the next and both stay in the cache.
 PIECE_BYTES = 2 * 1024 * 1024
@@ -68,11 +68,6 @@ class Link:
         self.tag = tag
         self.doing = doing
 
-    @property
-    def piece_bytes(self) -> int:
-        """Bytes of a piece of a large sum, from all members together."""
-        return PIECE_BYTES if self.way is None else self.way.piece_bytes
-
     def pending(self) -> Pending:
         """Return an empty set of messages."""
         return self.transport.pending()
@@ -89,7 +84,7 @@ class Link:
 
     def others(self) -> tuple[int, ...]:
         """The other members, the next one first, so that not all send to one."""
-        return _others(self.rank, self.size)
+        return others(self.rank, self.size)
 
 
 def goes_whole(nbytes: int, size: int, way: Way | None) -> bool:
@@ -99,9 +94,24 @@ def goes_whole(nbytes: int, size: int, way: Way | None) -> bool:
     return nbytes * (size - 1) <= WHOLE_BYTES * (_PAIR_TIMES if size == 2 else 1)
 
 
+def step_of(itemsize: int, size: int, way: Way | None) -> int:
+    """Return how many elements of one member's part of a sum make a piece. Local."""
+    piece_bytes = PIECE_BYTES if way is None else way.piece_bytes
+    return max(1, piece_bytes // (size - 1) // itemsize)
+
+
 @cache
-def _others(rank: int, size: int) -> tuple[int, ...]:
+def others(rank: int, size: int) -> tuple[int, ...]:
+    """Return the other members, the next one first. Local."""
     return tuple((rank + step) % size for step in range(1, size))
+
+
+def there(rank: int) -> int:
+    """Return whose part of a sum is received where the sum will be. Local.
+
+    It is one of the first two: folds read these before they write.
+    """
+    return 1 if rank == 0 else 0
 
 
 def exchange(
@@ -122,18 +132,7 @@ def exchange(
 
 def reduce_whole(link: Link, flat: Array, out: Array, fold: Fold) -> Steps[None]:
     """Fold the members' arrays in member order into `out`, each sent whole to all."""
-    if link.size == 2:
-        both = [out, out]
-        yield from exchange(link, [flat, flat], both)
-        both[link.rank] = flat
-        fold(both, out)
-        return
-    received = link.transport.borrow((link.size, flat.size), flat.dtype)
-    parts = list(received)
-    yield from exchange(link, [flat] * link.size, parts)
-    parts[link.rank] = flat
-    fold(parts, out)
-    link.transport.give_back(received)
+    return _reduce_once(link, [flat] * link.size, out, fold)
 
 
 def reduce_blocks(
@@ -154,7 +153,7 @@ def reduce_blocks(
     folded
         Called with (start, stop) when that part of `out` is complete.
     """
-    step = _step(link, out)
+    step = step_of(out.dtype.itemsize, link.size, link.way)
     largest = max([block.size for block in blocks])
     if largest <= step:
         yield from _reduce_once(link, blocks, out, fold)
@@ -163,60 +162,75 @@ def reduce_blocks(
         return
     starts = range(0, largest, step)
     mine = blocks[link.rank]
-    room = min(step, mine.size)
     others = link.others()
     slots = [
-        link.transport.borrow((link.size, room), mine.dtype)
+        _borrow(link, min(step, mine.size), mine.dtype)
         for _ in range(min(_DEPTH, len(starts)))
     ]
-    receives = [link.pending() for _ in starts]
-    sends = [link.pending() for _ in starts]
+    received = [link.pending() for _ in starts]
+    sent = [link.pending() for _ in starts]
+    parts: list[list[Array]] = []
 
     def start(number: int) -> None:
-        low = starts[number]
-        size = mine[low : low + step].size
+        piece = slice(starts[number], starts[number] + step)
+        slot = slots[number % _DEPTH]
+        parts.append(_places(link, mine[piece], out[piece], slot))
         for member in reversed(others):
-            into = slots[number % _DEPTH][member, :size]
-            link.receive(receives[number], into, member)
+            link.receive(received[number], parts[number][member], member)
         for member in others:
-            link.send(sends[number], blocks[member][low : low + step], member)
+            link.send(sent[number], blocks[member][piece], member)
 
     for number in range(min(_DEPTH, len(starts))):
         start(number)
     for number, low in enumerate(starts):
-        yield receives[number]
-        own = mine[low : low + step]
-        if own.size:
-            parts = [slot[: own.size] for slot in slots[number % _DEPTH]]
-            parts[link.rank] = own
-            fold(parts, out[low : low + step])
+        yield received[number]
+        total = out[low : low + step]
+        if total.size:
+            fold(parts[number], total)
             if folded is not None:
-                folded(low, low + own.size)
+                folded(low, low + total.size)
         if number + _DEPTH < len(starts):
             start(number + _DEPTH)
-        yield sends[number]
+        yield sent[number]
     for slot in slots:
-        link.transport.give_back(slot)
+        _give_back(link, slot)
 
 
 def _reduce_once(
     link: Link, blocks: Sequence[Array], out: Array, fold: Fold
 ) -> Steps[None]:
     """Do what `reduce_blocks` does, in one piece."""
-    mine = blocks[link.rank]
-    received = link.transport.borrow((link.size, mine.size), mine.dtype)
-    parts = list(received)
+    slot = _borrow(link, out.size, out.dtype)
+    parts = _places(link, blocks[link.rank], out, slot)
     yield from exchange(link, blocks, parts)
-    if mine.size:
-        parts[link.rank] = mine
+    if out.size:
         fold(parts, out)
-    link.transport.give_back(received)
+    _give_back(link, slot)
 
 
-def _step(link: Link, flat: Array) -> int:
-    """Elements of one member's piece."""
-    itemsize: int = flat.dtype.itemsize
-    return max(1, link.piece_bytes // (link.size - 1) // itemsize)
+def _places(link: Link, own: Array, out: Array, slot: Sequence[Array]) -> list[Array]:
+    """Return where each member's part of a sum is or is received.
+
+    One goes to where the sum will be, so that two members need no more memory than
+    that; the others go to the rows of `slot`.
+    """
+    rows = iter(slot)
+    places = [own if member == link.rank else None for member in range(link.size)]
+    places[there(link.rank)] = out
+    return [next(rows)[: own.size] if place is None else place for place in places]
+
+
+def _borrow(link: Link, size: int, dtype: Any) -> Sequence[Array]:
+    """Return the rows that `_places` needs, of so many elements."""
+    if link.size == 2:
+        return ()
+    rows: Sequence[Array] = link.transport.borrow((link.size - 2, size), dtype)
+    return rows
+
+
+def _give_back(link: Link, slot: Sequence[Array]) -> None:
+    if link.size > 2:
+        link.transport.give_back(slot)
 
 
 def reduce_everywhere(link: Link, flat: Array, out: Array, fold: Fold) -> Steps[None]:
@@ -228,7 +242,7 @@ def reduce_everywhere(link: Link, flat: Array, out: Array, fold: Fold) -> Steps[
     blocks = [flat[start : start + size] for start, size in bounds]
     results = [out[start : start + size] for start, size in bounds]
     mine = results[link.rank]
-    step = _step(link, flat)
+    step = step_of(flat.dtype.itemsize, link.size, link.way)
     others = link.others()
     spreading = link.pending()
     for member in reversed(others):

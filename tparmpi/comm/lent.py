@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from tparmpi.comm import pages
+
 Array = np.ndarray[Any, np.dtype[Any]]
 
 # Smaller results come from memory that the C library keeps.
@@ -47,7 +49,7 @@ class Lender:
             return np.empty(shape, dtype)
         memory = self._take(nbytes)
         if memory is None:
-            memory = np.empty(-(-nbytes // _ROUND_BYTES) * _ROUND_BYTES, np.uint8)
+            memory = pages.allocate(-(-nbytes // _ROUND_BYTES) * _ROUND_BYTES)
         array: Array = np.asarray(_Owner(memory, self))
         return array[:nbytes].view(dtype).reshape(shape)
 

@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from tparmpi.comm import pages
+
 # What is kept for the next call, in bytes, at most; and rounding, so that calls of
 # nearly the same size share.
 _KEPT_BYTES = 64 * 2**20
@@ -28,9 +30,7 @@ class Scratch:
         not given.
     """
 
-    def __init__(
-        self, allocate: Callable[[int], Any] = lambda n: np.empty(n, np.uint8)
-    ) -> None:
+    def __init__(self, allocate: Callable[[int], Any] = pages.allocate) -> None:
         self._allocate = allocate
         self._free: list[Any] = []
         # The progress thread borrows too.
@@ -48,7 +48,7 @@ class Scratch:
     def give_back(self, array: Any) -> None:
         """Take back a borrowed array, of which no message is under way. Local."""
         buffer = array
-        while buffer.base is not None:
+        while isinstance(buffer.base, type(buffer)):
             buffer = buffer.base
         with self._lock:
             kept = sum(other.size for other in self._free)
