@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import numpy as np
 import pytest
 from mpi4py import MPI
@@ -9,6 +11,7 @@ from mpi4py import MPI
 import tparmpi as tpm
 from tparmpi.comm import channel as channels
 from tparmpi.comm.device import Device
+from tparmpi.comm.mesh import _say_spread
 from tparmpi.comm.runtime import world_state
 from tparmpi.comm.settings import DeviceSettings
 from tparmpi.errors import GroupError, UsageError
@@ -276,3 +279,40 @@ def test_init_may_be_repeated_but_not_changed():
         tpm.init(settings=DeviceSettings(float="float64"))
     with pytest.raises(UsageError, match="another communicator"):
         tpm.init(MPI.COMM_SELF)
+
+
+def on_hosts(*hosts: str) -> list[Device]:
+    """The ranks' devices, as if they were on these hosts."""
+    return [
+        Device(
+            device.rank,
+            device.kind,
+            is_member=device.is_member,
+            settings=device.settings,
+            supported_dtypes=device.supported_dtypes,
+            host=host,
+            index=device.index,
+            local_rank=device.local_rank,
+            transports=device.transports,
+        )
+        for device, host in zip(tpm.devices(), hosts, strict=True)
+    ]
+
+
+def test_tensor_parallel_groups_that_span_nodes_are_warned_of_once(bound):
+    devices = bound(*on_hosts("a", "a", "b", "b"))
+    _say_spread.cache_clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for axes in ({"dp": 2, "tp": 2}, {"dp": 4, "tp": 1}, {"pp": 4}):
+            tpm.mesh(devices, **axes).close()
+    for again in (False, True):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            mesh = tpm.mesh(devices, tp=2, dp=2)
+        assert mesh.axis("tp").all_reduce(np.ones(3)).tolist() == [2.0] * 3
+        mesh.close()
+        texts = [str(warning.message) for warning in caught]
+        assert len(texts) == (mesh.rank == 0 and not again), texts
+        assert all("'tp' of a mesh have ranks on several nodes" in t for t in texts)
+    _say_spread.cache_clear()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
+from functools import cache
 from math import prod
 
 import numpy as np
@@ -15,6 +17,8 @@ from tparmpi.errors import GroupError, UsageError
 
 # Names that are keywords beside axis names in tensor methods.
 _RESERVED = frozenset({"allow_empty", "shape", "sharding"})
+# That of tensor parallelism, whose sums are many and wait for each other.
+_TENSOR_AXIS = "tp"
 
 
 class Mesh(Collectives):
@@ -136,7 +140,8 @@ def mesh(devices: Sequence[Place] | None = None, **axes: int) -> Mesh:
     """Arrange devices along named axes, the last varying fastest.
 
     Collective over the devices' ranks, which compare what they ask for; other ranks may
-    call it too and get a handle.
+    call it too and get a handle. The first rank warns, once, if groups along an axis
+    ``tp`` span nodes.
 
     Parameters
     ----------
@@ -164,7 +169,29 @@ def mesh(devices: Sequence[Place] | None = None, **axes: int) -> Mesh:
             f"mesh: {_product(axes)} is {prod(axes.values())}, there are {len(given)} "
             "devices; the sizes of the axes must multiply to the number of devices"
         )
-    return _agreed(given, axes)
+    made = _agreed(given, axes)
+    if made.rank == 0 and _spans_nodes(made, _TENSOR_AXIS):
+        _say_spread()
+    return made
+
+
+def _spans_nodes(mesh: Mesh, axis: str) -> bool:
+    """Say whether a group along an axis has members on several nodes. Local."""
+    if axis not in mesh.axes:
+        return False
+    hosts = np.array([device.host for device in mesh.devices]).reshape(mesh.shape)
+    lines = np.moveaxis(hosts, mesh.axes.index(axis), 0)
+    return bool((lines != lines[0]).any())
+
+
+@cache
+def _say_spread() -> None:
+    warnings.warn(
+        f"groups along the axis {_TENSOR_AXIS!r} of a mesh have ranks on several "
+        "nodes: each layer's sums wait for the network. It is faster with an axis no "
+        "longer than a node has ranks, named last, and ranks numbered node by node",
+        stacklevel=3,
+    )
 
 
 def _agreed(devices: tuple[Device, ...], axes: dict[str, int]) -> Mesh:
