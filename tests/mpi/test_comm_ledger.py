@@ -8,6 +8,7 @@ import pytest
 import tparmpi as tpm
 from tparmpi.comm import agree, algorithms
 from tparmpi.comm.ledger import current
+from tparmpi.comm.transports.host import HostTransport
 from tparmpi.errors import CommunicationError, DataError
 from tparmpi.sharding import chunk
 
@@ -42,6 +43,41 @@ def test_bytes_do_not_depend_on_the_way(members, whole, monkeypatch):
     if total is not None:
         sent = total.all_reduce(np.array(led.bytes("all_reduce")))
         assert sent == 2 * (n - 1) * 35 * 8
+    group.close()
+
+
+@pytest.mark.parametrize("members", [2, 3, 4])
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_a_sum_sends_each_part_to_its_owner_and_back(members, dtype, monkeypatch):
+    """2 (n - 1) / n of the array leave a rank, in as few messages as pieces allow."""
+    sent: list[int] = []
+    start = HostTransport.start_send
+
+    def counted(self, pending, flat, member, tag):
+        sent.append(flat.nbytes)
+        start(self, pending, flat, member, tag)
+
+    monkeypatch.setattr(HostTransport, "start_send", counted)
+    monkeypatch.setattr(algorithms, "WHOLE_BYTES", 0)
+    group = tpm.group(tpm.devices()[:members])
+    if not group.is_member:
+        return
+    n = group.size
+    own = (np.arange(12 * 10_000) % 97).astype(dtype)
+    part = own.nbytes // n
+    for pieces in (1, 4):
+        monkeypatch.setattr(algorithms, "PIECE_BYTES", part // pieces * (n - 1))
+        sent.clear()
+        group.all_reduce(own)
+        assert sum(sent) == 2 * (n - 1) * part
+        assert sent == [part // pieces] * (2 * (n - 1) * pieces)
+        sent.clear()
+        group.reduce_scatter(own)
+        assert sent == [part // pieces] * ((n - 1) * pieces)
+    sent.clear()
+    group.all_gather(own[: own.size // n].copy())
+    lengths = [8] * (n - 1)
+    assert sent == lengths + [part] * (n - 1)
     group.close()
 
 
