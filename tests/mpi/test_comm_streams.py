@@ -17,6 +17,7 @@ import tparmpi as tpm
 from tests.ways import Way
 from tparmpi.comm import algorithms
 from tparmpi.comm.group import Group
+from tparmpi.comm.runtime import world_state
 from tparmpi.comm.transports import cuda_aware, lanes, staged, streams
 from tparmpi.errors import UsageError
 
@@ -185,7 +186,8 @@ def later_work(scene: Scene) -> None:
         before = mine.queued
         later = scene.way.put(np.zeros(3)) + 1.0
         total = handle.wait()
-        if mine.finished > before:
+        # A checked call makes room for its result once all members are there.
+        if mine.finished > before and world_state().checker is None:
             scene.wrong.append("what comes after the call was waited for")
         scene.see("a sum before other work", total, sum(values))
         scene.see("the other work", later, np.ones(3))
