@@ -123,6 +123,57 @@ def test_the_short_and_the_long_way_meet(group, shape):
         assert not any(np.shares_memory(results[0], later) for later in results[1:])
 
 
+def cut_and_joined(
+    group: Group, dtype: str, dim: int, shape: tuple[int, ...]
+) -> Iterator[tuple[str, tuple[object, ...], np.ndarray]]:
+    """Calls that cut or join along a dim, and what they return."""
+    n, me = group.size, group.rank
+    given = [of_member(member, shape, dtype) for member in range(n)]
+    wide = np.float32 if dtype == "float16" else np.dtype(dtype)
+    total = reduce(np.add, [array.astype(wide) for array in given]).astype(dtype)
+    before = (slice(None),) * dim
+    parts = [array[(*before, chunk_of(shape[dim], n, me))] for array in given]
+    yield (
+        "reduce_scatter",
+        (given[me], dim),
+        total[(*before, chunk_of(shape[dim], n, me))],
+    )
+    other = 0 if dim else given[me].ndim - 1
+    lengths = [shape[other]] * n
+    if other != dim:
+        joined = np.concatenate(parts, other)
+        yield "all_to_all", (given[me], dim, other, lengths), joined
+    sizes = [(member + 3) % 4 for member in range(n)]
+    some = [given[m][(*before, slice(sizes[m]))].copy() for m in range(n)]
+    yield "all_gather", (some[me], dim, sizes), np.concatenate(some, dim)
+    parts = [part[(*before, chunk_of(part.shape[dim], n, me))] for part in some]
+    yield "all_to_all", (some[me], dim, dim, sizes), np.concatenate(parts, dim)
+
+
+def chunk_of(length: int, n: int, member: int) -> slice:
+    start, size = chunk(length, n, member)
+    return slice(start, start + size)
+
+
+@pytest.mark.usefixtures("paths")
+@pytest.mark.parametrize("dtype", ["bool", "float16", "float64", "complex64"])
+def test_the_ways_of_other_calls_meet(group, dtype):
+    """As above, where arrays are cut or joined, with and without empty parts."""
+    if not group.is_member:
+        return
+    for dim, shape in [(0, (5, 3)), (1, (2, 9)), (2, (1, 2, 4)), (0, (64,))]:
+        for name, arguments, wanted in cut_and_joined(group, dtype, dim, shape):
+            results = []
+            for number in range(4):
+                if (group.rank + number) % 2:
+                    results.append(getattr(group, name)(*arguments))
+                else:
+                    with tpm.ledger():
+                        results.append(getattr(group, name)(*arguments))
+            assert all(same(got, wanted) for got in results), (name, shape)
+            assert not any(np.shares_memory(results[0], got) for got in results[1:])
+
+
 def test_halves_are_rounded_once(group):
     """1 and three times 2**-9: bfloat16 alone would lose each small term."""
     if not group.is_member:

@@ -60,9 +60,9 @@ class Collectives(Members):
             If `out` has another shape.
         """
         if out is None and self._quick is not None:
-            total = self._quick.all_reduce(array, op)
-            if total is not None:
-                return total
+            result = self._quick.run("all_reduce", array, op)
+            if result is not None:
+                return result
         call = self.begin("all_reduce")
         return call.run(operations.all_reduce, array, op, out)
 
@@ -85,6 +85,10 @@ class Collectives(Members):
         UsageError
             As for `all_reduce`.
         """
+        if out is None and self._quick is not None:
+            result = self._quick.run("reduce_scatter", array, dim, op)
+            if result is not None:
+                return result
         call = self.begin("reduce_scatter")
         return call.run(operations.reduce_scatter, array, dim, op, out)
 
@@ -114,6 +118,10 @@ class Collectives(Members):
         ShapeError
             If the array has no such dim, or `sizes` or `out` does not fit it.
         """
+        if out is None and sizes is not None and self._quick is not None:
+            result = self._quick.run("all_gather", array, dim, tuple(sizes))
+            if result is not None:
+                return result
         call = self.begin("all_gather")
         return call.run(operations.all_gather, array, dim, sizes, out)
 
@@ -147,6 +155,11 @@ class Collectives(Members):
         ShapeError
             If the array has no such dim, or `sizes` or `out` does not fit it.
         """
+        if out is None and sizes is not None and self._quick is not None:
+            given = split_dim, concat_dim, tuple(sizes)
+            result = self._quick.run("all_to_all", array, *given)
+            if result is not None:
+                return result
         call = self.begin("all_to_all")
         return call.run(operations.all_to_all, array, split_dim, concat_dim, sizes, out)
 

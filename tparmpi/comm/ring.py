@@ -161,19 +161,11 @@ class Ring:
         self._count = count + 1
         position = _HEADER_BYTES + count % CALLS * 48
         frame = _frame(depth)
-        code = frame.f_code
-        if _inside[code.co_filename] and frame.f_back is not None:
-            frame = frame.f_back
-            code = frame.f_code
-        if _inside[code.co_filename]:
-            site = _UNKNOWN
-            self._far = position
+        site = self._sites.get((id(frame.f_code), frame.f_lasti))
+        if site is None:
+            site = self._site(frame, position)
         else:
             self._far = -1
-            try:
-                site = self._sites[id(code), frame.f_lasti]
-            except KeyError:
-                site = self._new(frame)
         texts = self._texts
         number = texts[kind]
         operator = current.operator
@@ -245,11 +237,21 @@ class Ring:
         """Return the rank's record. Local."""
         return _parse(self._map[:])
 
-    def _new(self, frame: FrameType) -> int:
+    def _site(self, frame: FrameType, position: int) -> int:
+        """Return the source line of this frame or the next, of the user's code."""
+        if _inside[frame.f_code.co_filename] and frame.f_back is not None:
+            frame = frame.f_back
         code = frame.f_code
-        self._codes.append(code)
-        site = self._texts[f"{code.co_filename}:{frame.f_lineno}"]
-        self._sites[id(code), frame.f_lasti] = site
+        if _inside[code.co_filename]:
+            self._far = position
+            return _UNKNOWN
+        self._far = -1
+        key = id(code), frame.f_lasti
+        site = self._sites.get(key)
+        if site is None:
+            self._codes.append(code)
+            site = self._texts[f"{code.co_filename}:{frame.f_lineno}"]
+            self._sites[key] = site
         return site
 
 
