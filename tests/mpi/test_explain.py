@@ -104,6 +104,22 @@ def test_nothing_is_changed():
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
+def test_what_runs_again_is_booked_on_its_layer():
+    place = mesh({"tp": 2}).autodiff()
+    model = Run().model(place)
+    plain = tpm.explain(model, tokens_on(place))
+    model.blocks = [tpm.recompute(block) for block in model.blocks]
+    again = tpm.explain(model, tokens_on(place))
+    if not place.is_member:
+        return
+    assert again.forward.count() == plain.forward.count()
+    extra = again.backward.count() - plain.backward.count()
+    assert 0 < extra == again["blocks.0"].backward.count() * CONFIG.n_layer
+    assert plain["blocks.0"].backward.count() == 0
+    for path in ("blocks.1.attn_norm", "blocks.1.mlp_norm", "input.tokens"):
+        assert again[path].backward.count() == plain[path].backward.count()
+
+
 def test_without_gradients_there_is_no_backward():
     place = mesh({"tp": 4})
     model = nn.MLP(8, 12, place, split="hidden").initialize(0)
