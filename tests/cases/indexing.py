@@ -93,7 +93,21 @@ CASES = [
         "one_hot",
         lambda i: i.one_hot(5, float),
         lambda i: np.eye(5)[i],
-        [IDS],
+        [IDS % 5],
+    ),
+    Case(
+        "getitem",
+        lambda x: (x[3], x[1:, ::-1], x[..., 0]),
+        lambda x: (x[3], x[1:, ::-1], x[..., 0]),
+        [values(5, 3) > 0],
+        "truths",
+    ),
+    Case(
+        "take",
+        lambda x, i: (x[i], x.scatter_add(i, x)),
+        lambda x, i: (x[i], scatter_add(x, i, x, 0)),
+        [np.arange(5, dtype=np.int32), np.array([1, 1, 4, 0, 1])],
+        "integers",
     ),
     Case("triangular", tpm.tril, np.tril, [values(2, 5, 3)], whole={0: {0}}),
     Case(

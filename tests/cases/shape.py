@@ -113,6 +113,13 @@ CASES = [
     ),
     Case(
         "concat",
+        lambda x, y: tpm.concat((x, y)),
+        lambda x, y: np.concatenate((x, y)),
+        [values(5, 2), np.arange(6).reshape(3, 2)],
+        "of_kinds",
+    ),
+    Case(
+        "concat",
         lambda x, y: tpm.stack((x, y), -1),
         lambda x, y: np.stack((x, y), -1),
         [values(5, 2), values(5, 2, seed=1)],

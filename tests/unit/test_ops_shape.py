@@ -153,7 +153,7 @@ def test_scatter_add_promotes_and_adds_integers():
 
 
 def test_one_hot_has_the_default_dtype_and_any_depth():
-    hot = on_device(IDS).one_hot(3)
+    hot = on_device(IDS % 3).one_hot(3)
     assert hot.dtype == tpm.device().settings.float
     same(on_device(np.zeros((2, 0), int)).one_hot(0, bool), np.zeros((2, 0, 0), bool))
     same(on_device(np.int64(1)).one_hot(2, "int8"), np.array([0, 1], np.int8))
@@ -170,7 +170,8 @@ def test_one_hot_has_the_default_dtype_and_any_depth():
         (lambda x, i: x.gather(i[:, :2] - 4), tpm.UsageError, "gather: the index -4"),
         (lambda x, i: x.scatter_add(i, x), tpm.ShapeError, "must have the same"),
         (lambda x, i: x.scatter_add(i, i), tpm.ShapeError, "only dim 0 may differ"),
-        (lambda x, i: i.one_hot(2), tpm.UsageError, "one_hot: the index 2"),
+        (lambda x, i: i.one_hot(2), tpm.UsageError, "one_hot: the id -1"),
+        (lambda x, i: (i * i).one_hot(4), tpm.UsageError, "one_hot: the id 4"),
         (lambda x, i: x.one_hot(2), tpm.UsageError, "must be integers"),
         (lambda x, i: tpm.tril(x[0]), tpm.ShapeError, "fewer than two dims"),
         (lambda x, i: x.squeeze(0), tpm.ShapeError, "of size 3, not 1"),
@@ -241,6 +242,16 @@ def test_pad_keeps_the_dtype_and_takes_any_value():
     )
 
 
+def test_arguments_may_be_numpys_integers():
+    x, n = values(4, 2), np.int64(2)
+    same(on_device(x).roll(n, np.int8(0)), np.roll(x, 2, 0))
+    same(on_device(x).pad((n, 0)), np.pad(x, ((2, 2), (0, 0))))
+    same(on_device(x).split(n)[1], x[2:])
+    same(on_device(x).split(np.array([1, 3]))[1], x[1:])
+    same(on_device(x).repeat(n), np.repeat(x, 2, 0))
+    same(on_device(x).topk(n, np.int8(0))[0], np.sort(x, 0)[:1:-1])
+
+
 def test_nothing_to_do_is_the_tensor_itself():
     x = on_device(values(3, 2))
     for y in (x.pad((0, 0)), x.roll(3), x.repeat(1), x.expand((-1, 2)), x.squeeze()):
@@ -298,7 +309,7 @@ def test_indices_have_no_history():
     picked = x.gather(indices, 0)
     (picked * largest).sum().backward()
     assert np.count_nonzero(x.grad.numpy()) == 6
-    assert not on_device(IDS).one_hot(3).requires_grad
+    assert not on_device(IDS % 3).one_hot(3).requires_grad
 
 
 def test_repeated_indices_get_all_gradients():

@@ -31,7 +31,7 @@ def _refuse_no_integers(name: str, ids: Tensor) -> None:
         raise UsageError(f"{name}: indices must be integers, they are {ids.dtype}")
 
 
-def _counted_from_0(name: str, ids: Any, size: int, where: str) -> Any:
+def _counted_from_0(name: str, ids: Any, size: int, dim: int) -> Any:
     """`ids` as int64, with those that count from the end counted from the start.
 
     Raises
@@ -39,16 +39,23 @@ def _counted_from_0(name: str, ids: Any, size: int, where: str) -> Any:
     UsageError
         If one is out of range.
     """
-    if ids.size == 0 or not has_values(ids):
-        return ids.astype(np.int64)
-    low, high = int(ids.min()), int(ids.max())
-    if low < -size or high >= size:
+    outside = _outside(ids, -size, size)
+    if outside is not None:
         raise UsageError(
-            f"{name}: the index {low if low < -size else high} is outside {where} of "
-            f"size {size}; indices go from {-size} to {size - 1}"
+            f"{name}: the index {outside} is outside dim {dim} of size {size}; indices "
+            f"go from {-size} to {size - 1}"
         )
     ids = ids.astype(np.int64)
-    return (ids < 0) * size + ids if low < 0 else ids
+    return ids + (ids < 0) * size
+
+
+def _outside(ids: Any, first: int, stop: int) -> int | None:
+    """One of the `ids` that is not from `first` to before `stop`, or None."""
+    if ids.size and has_values(ids):
+        low, high = int(ids.min()), int(ids.max())
+        if low < first or high >= stop:
+            return low if low < first else high
+    return None
 
 
 def _take_rule(x: tuple[int, ...], ids: tuple[int, ...], *, dim: int) -> str:
@@ -62,7 +69,7 @@ def _take(plan: Plan, x: Any, ids: Any) -> Any:
     """Return the elements of `x` that `ids` name along the attribute `dim`."""
     dim = plan.attributes["dim"]
     shard = plan.factors[LOWER[dim]]
-    ids = _counted_from_0("take", ids, shard.size, f"dim {dim}")
+    ids = _counted_from_0("take", ids, shard.size, dim)
     xp = plan.xp
     if not shard.axes:
         return xp.take(x, ids, axis=dim), ids
@@ -201,7 +208,7 @@ def _gather(plan: Plan, x: Any, ids: Any) -> Any:
     """Return the elements of `x` at `ids` along the attribute `dim`."""
     dim = plan.attributes["dim"]
     shard = plan.factors[LOWER[dim]]
-    ids = _counted_from_0("gather", ids, shard.size, f"dim {dim}")
+    ids = _counted_from_0("gather", ids, shard.size, dim)
     shape = plan.outputs[0].local_shape
     return pick_at(plan, x, ids, dim, shard.offset, shape), ids
 
@@ -276,7 +283,7 @@ def _scatter_add(plan: Plan, x: Any, ids: Any, values: Any) -> Any:
     """Return `x` with the `values` added at `ids` along the attribute `dim`."""
     dim, spec = plan.attributes["dim"], plan.outputs[0]
     shard = plan.factors[LOWER[dim]]
-    ids = _counted_from_0("scatter_add", ids, shard.size, f"dim {dim}")
+    ids = _counted_from_0("scatter_add", ids, shard.size, dim)
     leads = [plan.leads(number) for number in (0, 2)]
     total = x.astype(spec.dtype) if leads[0] else None
     if leads[1]:
@@ -346,7 +353,12 @@ def _one_hot_dtype(
 def _one_hot(plan: Plan, ids: Any) -> Any:
     """Return ones at the `ids` along a new last dim of the attribute `depth`."""
     depth = plan.attributes["depth"]
-    ids = _counted_from_0("one_hot", ids, depth, "a dim")
+    outside = _outside(ids, 0, depth)
+    if outside is not None:
+        raise UsageError(
+            f"one_hot: the id {outside} is outside the depth of {depth}; ids go from 0 "
+            f"to {depth - 1}"
+        )
     hot = ids[..., None] == plan.xp.arange(depth)
     return hot.astype(plan.attributes["dtype"]), None
 
@@ -358,7 +370,7 @@ def one_hot(ids: Tensor, depth: int, dtype: Any = None) -> Tensor:
     Parameters
     ----------
     ids : (...)
-        Integers; negative ones count from the end.
+        Integers from 0 to `depth` - 1.
     dtype
         By default the place's default floating one.
 

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
 
+import numpy as np
+
 from tparmpi.errors import ShapeError
 from tparmpi.ops.reductions import normalize_dims
 from tparmpi.ops.slicing import expand_dims
@@ -82,13 +84,13 @@ def split(x: Tensor, sizes: int | Sequence[int], dim: int = 0) -> tuple[Tensor, 
     """
     (dim,) = normalize_dims(x, dim, "split")
     length = x.shape[dim]
-    if isinstance(sizes, int):
+    if isinstance(sizes, int | np.integer):
         if sizes < 1 or length % sizes:
             raise ShapeError(
                 f"split: dim {dim} of size {length} has no {sizes} equal pieces"
             )
         sizes = (length // sizes,) * sizes
-    sizes = tuple(sizes)
+    sizes = tuple(map(int, sizes))
     if not sizes or sum(sizes) != length or min(sizes) < 0:
         raise ShapeError(f"split: {sizes} do not add up to dim {dim} of size {length}")
     pieces = _split(x, sizes=sizes, dim=dim)

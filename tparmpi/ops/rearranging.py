@@ -90,7 +90,7 @@ def pad(
         If the value does not fit into the dtype of `x`.
     """
     pairs = tuple(
-        (int(w), int(w)) if isinstance(w, int) else (int(w[0]), int(w[1]))
+        (int(w), int(w)) if isinstance(w, int | np.integer) else (int(w[0]), int(w[1]))
         for w in widths
     )
     if len(pairs) != x.ndim:
@@ -171,14 +171,16 @@ def roll(x: Tensor, shift: int | Sequence[int], dim: int | Sequence[int] = 0) ->
     ShapeError
         If a dim does not exist, or the numbers differ.
     """
-    dims = (dim,) if isinstance(dim, int) else tuple(dim)
-    amounts = (shift,) * len(dims) if isinstance(shift, int) else tuple(shift)
+    dims = (int(dim),) if isinstance(dim, int | np.integer) else tuple(dim)
+    amounts = (
+        (shift,) * len(dims) if isinstance(shift, int | np.integer) else tuple(shift)
+    )
     if len(amounts) != len(dims):
         raise ShapeError(f"roll: {len(amounts)} shifts are given for {len(dims)} dims")
     normalize_dims(x, dims, "roll")
     shifts = [0] * x.ndim
     for i, amount in zip(dims, amounts, strict=True):
-        shifts[i % x.ndim] = amount % x.shape[i] if x.shape[i] else 0
+        shifts[i % x.ndim] = int(amount) % x.shape[i] if x.shape[i] else 0
     if not any(shifts):
         return x
     result: Tensor = _roll(x, shifts=tuple(shifts))

@@ -9,7 +9,6 @@ stays with its member is a move from the member to itself; nothing is sent twice
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import lru_cache
 from typing import NamedTuple
 
 from tparmpi.sharding.chunks import chunk
@@ -83,7 +82,6 @@ def chunks_over(length: int, members: int) -> Chunks:
     return tuple(chunk(length, members, index) for index in range(members))
 
 
-@lru_cache(maxsize=4096)
 def find_moves(
     spans: tuple[Span, ...],
     sources: tuple[Chunks, ...],

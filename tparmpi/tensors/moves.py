@@ -7,6 +7,7 @@ that none holds more than its own blocks, what it sends and what it receives.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from math import prod
 from typing import Any
 
@@ -46,12 +47,23 @@ def moves_between(
     sources, targets
         Whole length of the dim in each operand and each output.
     """
-    size, rank = (1, 0) if group is None else (group.size, group.rank)
+    members, member = (1, 0) if group is None else (group.size, group.rank)
+    return _moves_of(tuple(spans), tuple(sources), tuple(targets), members, member)
+
+
+@lru_cache(maxsize=4096)
+def _moves_of(
+    spans: tuple[Span, ...],
+    sources: tuple[int, ...],
+    targets: tuple[int, ...],
+    members: int,
+    member: int,
+) -> tuple[Move, ...]:
     return find_moves(
-        tuple(spans),
-        tuple(chunks_over(length, size) for length in sources),
-        tuple(chunks_over(length, size) for length in targets),
-        rank,
+        spans,
+        tuple(chunks_over(length, members) for length in sources),
+        tuple(chunks_over(length, members) for length in targets),
+        member,
     )
 
 
