@@ -237,10 +237,11 @@ def _scores(
     queries, keys = scores.shape[3:]
     distance = xp.arange(keys) - xp.arange(queries)[:, None]
     low, high = band
+    hidden = scores.dtype.type(-np.inf)
     if high is not None:
-        scores[..., distance > high] = -np.inf
+        scores = xp.where(distance > high, hidden, scores)
     if low is not None:
-        scores[..., distance < low] = -np.inf
+        scores = xp.where(distance < low, hidden, scores)
     if bias is not None:
         scores += grouped_bias(bias, k)
     return scores

@@ -168,8 +168,7 @@ def embedding(xp: Any, table: Array, ids: Array, first: int = 0) -> Array:
     index = ids.astype(np.int64) - first
     inside = (index >= 0) & (index < rows)
     taken = xp.take(table, xp.where(inside, index, 0), axis=0)
-    taken[~inside] = 0.0
-    return taken
+    return xp.where(inside[..., None], taken, taken.dtype.type(0))
 
 
 def embedding_backward(

@@ -244,33 +244,38 @@ def _diagonal(plan: Plan, x: Any) -> Any:
     If `other` is split, each member gives the elements that it has, zeros elsewhere.
     """
     result = plan.backend.zeros(plan.outputs[0].local_shape, x.dtype)
-    there, elements = _diagonal_here(plan, x)
-    result[there] = elements
+    rows, columns = _diagonal_here(plan)
+    square = plan.xp.moveaxis(x, _diagonal_dims(plan), (-2, -1))[..., rows, columns]
+    result[..., rows] = plan.xp.diagonal(square, 0, -2, -1)
     return result, None
 
 
 @_diagonal.define_backward
 def _(plan: Plan, saved: Any, grad: Any, wanted: tuple[bool, ...]) -> Any:
+    xp = plan.xp
     dx = plan.backend.zeros(plan.inputs[0].local_shape, grad.dtype)
-    there, elements = _diagonal_here(plan, dx)
-    elements[...] = grad[there]
+    rows, columns = _diagonal_here(plan)
+    block = xp.moveaxis(dx, _diagonal_dims(plan), (-2, -1))
+    row, column = (xp.arange(part.start, part.stop) for part in (rows, columns))
+    block[..., row, column] = grad[..., rows]
     return (dx,)
 
 
-def _diagonal_here(plan: Plan, x: Any) -> tuple[Any, Any]:
-    """Which elements of the diagonal this rank's block has, and a view of them."""
-    dim, other = plan.attributes["dim"], plan.attributes["other"]
-    first, second = (plan.factors[string.ascii_letters[i]] for i in (dim, other))
+def _diagonal_dims(plan: Plan) -> tuple[int, int]:
+    return plan.attributes["dim"], plan.attributes["other"]
+
+
+def _diagonal_here(plan: Plan) -> tuple[slice, slice]:
+    """Where in the two dims this rank's block has elements of the diagonal."""
+    first, second = (
+        plan.factors[string.ascii_letters[i]] for i in _diagonal_dims(plan)
+    )
     start = max(first.offset, second.offset)
     stop = max(min(first.offset + first.length, second.offset + second.length), start)
-    block = plan.xp.moveaxis(x, (dim, other), (-2, -1))
-    rows = slice(start - first.offset, stop - first.offset)
-    columns = slice(start - second.offset, stop - second.offset)
-    square = block[..., rows, columns]
-    strides = (*square.strides[:-2], square.strides[-2] + square.strides[-1])
-    shape = square.shape[:-1]
-    as_strided = plan.xp.lib.stride_tricks.as_strided
-    return (..., rows), as_strided(square, shape, strides)
+    return (
+        slice(start - first.offset, stop - first.offset),
+        slice(start - second.offset, stop - second.offset),
+    )
 
 
 @method

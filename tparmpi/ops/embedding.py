@@ -6,10 +6,11 @@ from typing import Any
 
 from tparmpi.backend import has_values
 from tparmpi.errors import UsageError
+from tparmpi.ops.combiners import narrowed, widened
 from tparmpi.tensors import Plan, operator
 
 
-def check_ids(name: str, ids: Any, size: int) -> None:
+def check_ids(plan: Plan, ids: Any, size: int) -> None:
     """Refuse what a kernel would silently round or take for another member's row.
 
     Raises
@@ -17,11 +18,12 @@ def check_ids(name: str, ids: Any, size: int) -> None:
     UsageError
         Naming an id that is no integer from 0 to ``size - 1``.
     """
+    name = plan.operator.name
     if ids.dtype.kind not in "iu":
         raise UsageError(f"{name}: ids must be integers, they are {ids.dtype}")
     if ids.size == 0 or not has_values(ids):
         return
-    low, high = int(ids.min()), int(ids.max())
+    low, high = (int(plan.backend.to_host(x)) for x in (ids.min(), ids.max()))
     if low < 0 or high >= size:
         raise UsageError(
             f"{name}: the id {low if low < 0 else high} is outside the vocabulary of "
@@ -46,7 +48,7 @@ def embedding(plan: Plan, table: Any, ids: Any) -> Any:
     UsageError
         If an id is outside the vocabulary.
     """
-    check_ids("embedding", ids, plan.factors["v"].size)
+    check_ids(plan, ids, plan.factors["v"].size)
     rows = plan.backend.embedding(table, ids, plan.factors["v"].offset)
     return rows, ids
 
@@ -54,5 +56,7 @@ def embedding(plan: Plan, table: Any, ids: Any) -> Any:
 @embedding.define_backward
 def _(plan: Plan, saved: Any, grad: Any, wanted: tuple[bool, ...]) -> Any:
     shard = plan.factors["v"]
-    dtable = plan.backend.embedding_backward(grad, saved, shard.offset, shard.length)
-    return dtable, None
+    dtable = plan.backend.embedding_backward(
+        widened(grad), saved, shard.offset, shard.length
+    )
+    return narrowed(plan, dtable), None

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from tparmpi.backend import dtypes, has_values
+from tparmpi.backend import dtypes
 from tparmpi.errors import UsageError
 from tparmpi.ops.arithmetic import floating
 from tparmpi.ops.casting import cast
@@ -45,12 +45,11 @@ def _cross_entropy(
     ignored = None
     if ignore_index is not None:
         ignored = targets == ignore_index
+        check_ids(plan, xp.where(ignored, 0, targets), shard.size)
         # Where nothing is to be found, in any member's part of the vocabulary.
-        if has_values(targets):
-            check_ids("cross_entropy", targets[~ignored], shard.size)
         targets = xp.where(ignored, shard.size, targets.astype(np.int64))
     else:
-        check_ids("cross_entropy", targets, shard.size)
+        check_ids(plan, targets, shard.size)
     wide = widened(logits)
     peak = plan.combine("v", backend.xent_local_max(wide), "max")
     sums, chosen = backend.xent_local_stats(wide, targets, shard.offset, peak)
@@ -83,7 +82,7 @@ def _(plan: Plan, saved: Any, grad: Any, wanted: tuple[bool, ...]) -> Any:
         spread=smoothing / max(shard.size, 1),
     )
     if ignored is not None:
-        dlogits[ignored] = 0
+        plan.xp.copyto(dlogits, 0, where=ignored[..., None])
     return narrowed(plan, dlogits), None
 
 
