@@ -17,7 +17,7 @@ from tparmpi.tensors.contract import check_forward
 from tparmpi.tensors.plan import Plan
 from tparmpi.tensors.redistribute import follow
 from tparmpi.tensors.spec import describe_layout
-from tparmpi.tensors.tape import Kept, Leaf, Node, OperatorCall, mode
+from tparmpi.tensors.tape import Kept, Leaf, Node, OperatorCall, ShellCall, mode
 from tparmpi.tensors.tensor import Tensor
 
 if TYPE_CHECKING:
@@ -146,9 +146,28 @@ def _without(saved: Any, array: Any, instead: Kept) -> Any:
 
 def _shells(plan: Plan, operands: Sequence[Tensor]) -> Any:
     device = _device_of(operands)
+    node: Node | None = None
+    if (
+        mode.recording
+        and True in plan.differentiable
+        and any(operand.node is not None for operand in operands)
+    ):
+        if mode.watching is not None:
+            node = mode.watching.see(operands)
+        else:
+            parents = tuple(
+                None if o.node is None else (o.node, o.slot) for o in operands
+            )
+            node = ShellCall(plan, None, parents, [])
     shells = tuple(
-        Tensor(spec, MetaArray(spec.local_shape, spec.dtype), device, None, 0)
-        for spec in plan.outputs
+        Tensor(
+            spec,
+            MetaArray(spec.local_shape, spec.dtype),
+            device,
+            node if plan.differentiable[number] else None,
+            number,
+        )
+        for number, spec in enumerate(plan.outputs)
     )
     return shells[0] if len(shells) == 1 else shells
 

@@ -174,10 +174,10 @@ def _seed(tensor: Tensor, seed: Tensor | None) -> Seed:
     if seed is not None:
         _check_seed(tensor, seed)
         # A copy: what reads the gradient must not see later writes to the seed.
-        sums = {} if seed.is_shell else {seed.layout: (seed.array.copy(), True)}
-        return Seed(tensor.node, tensor.slot, sums)
+        array = None if seed.is_shell else seed.array.copy()
+        return Seed(tensor.node, tensor.slot, {seed.layout: (array, True)})
     if tensor.is_shell:
-        return Seed(tensor.node, tensor.slot, {})
+        return Seed(tensor.node, tensor.slot, {spec.layout: (None, False)})
     layout = whole_where_pending(tensor.layout)
     ones = tape.ones_like(spec.with_layout(layout))
     return Seed(tensor.node, tensor.slot, {layout: (ones, True)})

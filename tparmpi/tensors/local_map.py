@@ -201,6 +201,11 @@ class _Call(tape.Node):
         mapping, saved = self.mapping, self.saved
         assert mapping is not None
         self.mapping = self.saved = None
+        if not self.slots[0].spec.place.is_member:
+            for parent in self.parents:
+                if parent is not None:
+                    tape.reach(parent)
+            return
         backward = mapping.operator.backward
         assert backward is not None
         current.operator = mapping.operator.name

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from tparmpi.sharding import Layout
-from tparmpi.tensors.tape import Leaf, Node, OperatorCall, Parent, mode
+from tparmpi.tensors.tape import Leaf, Node, OperatorCall, Parent, mode, reach
 
 
 class Seed(NamedTuple):
@@ -15,7 +15,7 @@ class Seed(NamedTuple):
     Attributes
     ----------
     sums
-        As in a `Slot`; empty on ranks that hold nothing of it.
+        As in a `Slot`; without arrays on ranks that hold nothing of it.
     """
 
     node: Node | Leaf
@@ -70,7 +70,10 @@ class Pass:
         for node, slot, sums in seeds:
             if self.wants(node):
                 for layout, (array, owned) in sums.items():
-                    node.slots[slot].add(array, layout, owned)
+                    if array is None:
+                        reach((node, slot))
+                    else:
+                        node.slots[slot].add(array, layout, owned)
         while nodes:
             node = nodes.pop()
             if node.order in self._of_parameters:

@@ -365,6 +365,31 @@ class OperatorCall(Node):
         return tuple(grads), pending
 
 
+class ShellCall(OperatorCall):
+    """An operator call of other ranks: it links what is before with what is after.
+
+    So that a backward pass is the same on all ranks, and each takes part in what it has
+    a part in.
+    """
+
+    __slots__ = ()
+
+    def run_backward(self, run: Pass) -> None:
+        """Tell the parents that they are reached."""
+        self.plan = None
+        for parent in self.parents:
+            if parent is not None:
+                reach(parent)
+
+
+def reach(parent: Parent) -> None:
+    """Mark the slot of a call of other ranks, where its gradient would be. Local."""
+    node, number = parent
+    slot = node.slots[number]
+    if isinstance(node, Node) and not slot.spec.place.is_member:
+        slot.sums[slot.spec.layout] = (None, False)
+
+
 class Rest(Node):
     """Gradients of an operator call's operands that were left for later."""
 

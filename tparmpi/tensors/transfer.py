@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
+
 from tparmpi.backend import MetaArray
 from tparmpi.comm import Place
 from tparmpi.errors import AutodiffError
 from tparmpi.sharding import Layout, Placement
 from tparmpi.sharding.transfers import layout_on
 from tparmpi.tensors.bridge import bridge_between, settled
+from tparmpi.tensors.passes import Pass
 from tparmpi.tensors.registry import method
 from tparmpi.tensors.request import plain_place, refuse_empty, requested_layout
-from tparmpi.tensors.spec import spec_of
-from tparmpi.tensors.tape import mode
+from tparmpi.tensors.spec import Spec, spec_of
+from tparmpi.tensors.tape import Node, Parent, mode, reach, used_already
 from tparmpi.tensors.tensor import Tensor
 
 
@@ -30,6 +35,9 @@ def to(
     Collective over the members of both places; all other ranks get a shell and may
     leave the call out. Each rank sends and receives only elements that it has or lacks.
 
+    Gradients go back the same way. For that all members of both places make the same
+    calls, from `require_grad` to `backward`, on shells too.
+
     Parameters
     ----------
     place
@@ -43,35 +51,107 @@ def to(
     Raises
     ------
     AutodiffError
-        If its device records gradients, which pass between places in a pipeline only.
+        If some of the ranks ask for a gradient and others do not.
     ShardingError
         If an axis or dim does not exist, or a member would be left empty.
     """
     inner = plain_place("to", place)
-    # Ranks without data know nothing of a history: all judge by the device.
-    if x.device.is_autodiff and mode.recording and x.dtype.kind not in "biu":
-        raise AutodiffError(
-            f"to: {x.device} records gradients, which pass from place to place in a "
-            "tpm.parallel.Pipeline only; to move the value, use tpm.no_grad()"
-        )
     start = settled(x.spec)
     base = layout_on(start.layout, start.place.axes, inner.axes)
     layout = requested_layout("to", inner, x.ndim, base, sharding, by_axis)
     target = spec_of(inner, x.shape, x.dtype, layout)
     if not allow_empty:
         refuse_empty(target.with_layout(base), layout, "to")
+    recorded = x.node is not None and mode.recording
+    device = inner.autodiff() if recorded else place
     if inner is start.place:
         moved = x.to_layout(layout)
-        return Tensor(moved.spec, moved.array, place)
-    bridge = bridge_between(start.place, inner)
+        node, slot = (moved.node, moved.slot) if recorded else (None, 0)
+        return Tensor(moved.spec, moved.array, device, node, slot, moved.cell)
+    head = np.array([recorded], np.uint8) if x.device.is_autodiff else None
+    block = x.to_layout(start.layout).array if start.place.is_member else None
+    made = _moved(block, start, target, head)
+    node = None
+    if recorded and mode.watching is not None:
+        node = mode.watching.see([x])
+    elif recorded:
+        assert x.node is not None
+        node = _Transfer((x.node, x.slot), start, target)
+    return Tensor(target, made, device, node)
+
+
+class _Transfer(Node):
+    """A move between places on the tape."""
+
+    __slots__ = ("start", "target")
+
+    def __init__(self, parent: Parent, start: Spec, target: Spec) -> None:
+        super().__init__((parent,), (target,))
+        self.start = start
+        self.target: Spec | None = target
+
+    def check(self) -> None:
+        """Raise `AutodiffError` if it has run. Local."""
+        if self.target is None:
+            raise used_already()
+
+    def run_backward(self, run: Pass) -> None:
+        """Move the gradient back. Collective over the members of both places."""
+        start, target = self.start, self.target
+        assert target is not None
+        self.target = None
+        (parent,) = self.parents
+        assert parent is not None
+        if not run.wants(parent[0]):
+            return
+        slot = self.slots[0]
+        grad = None
+        if target.place.is_member:
+            slot.pool(target.layout)
+            if slot.sums:
+                grad = slot.take(target.layout)
+            else:
+                grad = target.place.backend.zeros(target.local_shape, target.dtype)
+        made = _moved(grad, target, start, None)
+        if start.place.is_member:
+            parent[0].slots[parent[1]].add(made, start.layout)
+        else:
+            reach(parent)
+
+
+def _moved(block: Any, start: Spec, target: Spec, head: Any) -> Any:
+    """Return this rank's block of `target`, or its shape on other ranks.
+
+    Collective over the members of both places.
+
+    Parameters
+    ----------
+    block
+        This rank's of `start`, if it has one.
+    head
+        Says whether gradients are to come back; the same on all ranks. None where that
+        is not asked.
+    """
+    bridge = bridge_between(start.place, target.place)
     handles = []
+    heads = [] if head is None else [head]
     if start.place.is_member:
-        array = x.to_layout(start.layout).array
-        handles = bridge.send([array], [start], [target])
-    if inner.is_member:
-        (made,) = bridge.expect().blocks([start], [target])
-    else:
-        made = MetaArray(target.local_shape, target.dtype)
+        handles = bridge.send([block], [start], [target], heads)
+    made: Any = MetaArray(target.local_shape, target.dtype)
+    if target.place.is_member:
+        incoming = bridge.expect()
+        for given, own in zip(incoming.head(len(heads)), heads, strict=True):
+            _check_alike(bool(given[0]), bool(own[0]))
+        (made,) = incoming.blocks([start], [target])
     for handle in handles:
         handle.wait()
-    return Tensor(target, made, place)
+    return made
+
+
+def _check_alike(there: bool, here: bool) -> None:
+    if there != here:
+        has, lacks = ("here", "there") if here else ("there", "here")
+        raise AutodiffError(
+            f"to: the tensor requires a gradient {has}, but not {lacks}, on another "
+            "rank; call require_grad(), and use no_grad(), on all ranks alike"
+        )
