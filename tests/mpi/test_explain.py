@@ -79,9 +79,9 @@ def test_sequence_parallel_and_fully_sharded():
     assert found["blocks.0.mlp_norm"].inputs == ("dp=Shard(0) tp=Shard(1)",)
     assert found["blocks.0.mlp_norm"].backward.count("reduce_scatter", "tp") == 1
     assert found["(loss)"].forward.count("all_reduce", "tp") == 2
-    reduced = found["(gradients)"].backward
-    sharded = [p for p in model.parameters() if p.stored_over is not None]
-    assert reduced.count("reduce_scatter", "dp") == len(sharded)
+    # Its gradient is scattered when it is complete, those of biases come last.
+    assert up.backward.count("reduce_scatter", "dp") == 1
+    assert found["(gradients)"].backward.count("all_reduce", "dp") > 0
     text = str(found)
     assert "(gradients)" in text and "reduce_scatter dp" in text
 

@@ -20,6 +20,7 @@ from tparmpi.sharding import (
 )
 from tparmpi.tensors import Tensor, spec_of
 from tparmpi.tensors.request import requested_layout
+from tparmpi.tensors.tape import Leaf
 
 KINDS = ("weight", "bias", "norm", "embedding")
 """What a parameter can be; optimizers decay weights and embeddings only."""
@@ -170,8 +171,8 @@ class Parameter(Tensor):
         if self.is_shell:
             self._array = MetaArray(self.spec.local_shape, self.dtype)
         if self.node is not None:
-            self.node = None
-            self.require_grad()
+            self.node = Leaf(self.spec, is_parameter=True)
+            self.node.stored_over = number
 
     def gathered(self) -> Tensor:
         """Return the values as an operator uses them.

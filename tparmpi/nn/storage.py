@@ -12,9 +12,9 @@ def fully_shard(module: Module, axis: str) -> None:
     """Store all weights and embeddings below `module` in pieces over `axis`. Local.
 
     Rajbhandari et al., "ZeRO" (2020), stage 3. Each is gathered when a layer uses it
-    and once more in the backward pass, and its gradient is reduce-scattered; gradient,
-    optimizer state and checkpoints lie as it does. Call it before the parameters have
-    values. Without such an axis nothing changes.
+    and once more in the backward pass, which reduce-scatters its gradient when that is
+    complete; gradient, optimizer state and checkpoints lie as it does. Call it before
+    the parameters have values. Without such an axis nothing changes.
 
     Layers of your own read such a parameter as ``parameter.gathered()``.
 

@@ -48,6 +48,8 @@ class Pass:
         self.outside: list[Parent] = []
         self._running: set[int] = set()
         self._of_parameters: set[int] = set()
+        self._uses: dict[Node | Leaf, int] = {}
+        """Of leaves that are stored in pieces, the uses whose gradients are to come."""
 
     def run(self, seeds: Sequence[Seed], first: int = -1) -> None:
         """Run all calls that the seeds' tensors were made by.
@@ -83,6 +85,8 @@ class Pass:
                 if mode.told is not None:
                     mode.told(node.order)
                 node.run_backward(self)
+                if self._uses:
+                    self._scatter_below(node)
                 node.parents = ()
 
     def wants(self, node: Node | Leaf) -> bool:
@@ -116,11 +120,10 @@ class Pass:
         queue = list(roots)
         while queue:
             node = queue.pop()
-            if (
-                isinstance(node, Node)
-                and node.order >= first
-                and node.order not in found
-            ):
+            if isinstance(node, Leaf):
+                if node.stored_over is not None and self.later is None:
+                    self._uses[node] = self._uses.get(node, 0) + 1
+            elif node.order >= first and node.order not in found:
                 if self.leaves is None:
                     node.check()
                 found[node.order] = node
@@ -134,6 +137,17 @@ class Pass:
             for node in nodes:
                 self._find_parameters(node)
         return nodes
+
+    def _scatter_below(self, node: Node) -> None:
+        """Scatter the gradients that `node`, which has run, was the last to add to."""
+        for parent in node.parents:
+            if parent is None or parent[0] not in self._uses:
+                continue
+            leaf = parent[0]
+            self._uses[leaf] -= 1
+            if self._uses[leaf] == 0:
+                assert isinstance(leaf, Leaf)
+                leaf.scatter()
 
     def _leads_to_leaves(self, node: Node) -> bool:
         """Say whether `node` runs; those it was made from were asked before."""

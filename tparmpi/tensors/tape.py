@@ -117,18 +117,23 @@ def _common(placements: list[Placement], needed: Placement) -> Placement:
 class Leaf:
     """The end of the tape at a tensor whose gradient is wanted.
 
-    Gradients stay pending here: everything is pooled locally, never reduced.
+    Gradients stay pending here: everything is pooled locally, and reduced only along
+    the axis that the tensor is stored over.
 
     Attributes
     ----------
     is_parameter
         Whether its gradient may be left for later.
+    stored_over
+        Number of the axis whose members hold pieces of the tensor between its uses, or
+        None.
     """
 
-    __slots__ = ("is_parameter", "order", "slots")
+    __slots__ = ("is_parameter", "order", "slots", "stored_over")
 
     def __init__(self, spec: Spec, is_parameter: bool = False) -> None:
         self.is_parameter = is_parameter
+        self.stored_over: int | None = None
         self.order = -1
         self.slots = (Slot(spec),)
 
@@ -145,6 +150,22 @@ class Leaf:
             array = array.copy()
             slot.sums[layout] = (array, True)
         return array, layout
+
+    def scatter(self) -> None:
+        """Leave each member along the axis stored over its piece of what is pending.
+
+        Collective over that axis.
+        """
+        slot, axis = self.slots[0], self.stored_over
+        assert axis is not None
+        piece = slot.spec.layout[axis]
+        for layout in list(slot.sums):
+            if not isinstance(layout[axis], Partial):
+                continue
+            array, owned = slot.sums.pop(layout)
+            target = (*layout[:axis], piece, *layout[axis + 1 :])
+            moved = redistribute(array, slot.spec.with_layout(layout), target)
+            slot.add(moved, target, owned or moved is not array)
 
     def _nearest(self, layouts: list[Layout]) -> Layout:
         """The layout to pool to without communication."""
