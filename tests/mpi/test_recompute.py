@@ -206,6 +206,26 @@ def test_a_gathered_argument_is_kept_as_its_shard(group):
     same(found, [x.grad.numpy(), w.grad.numpy()])
 
 
+def test_a_fully_sharded_weight_is_gathered_once_each_way(group):
+    """What runs again gathers for its own backward too."""
+    w = tpm.tensor(columns(8, 8), group.autodiff()).with_sharding(Shard(0))
+    w.require_grad()
+    x = tpm.tensor(columns(4, 8), group.autodiff()).require_grad()
+
+    def layer(x):
+        return (x @ w.with_sharding(tpm.Replicate(), regather=True)).gelu()
+
+    y = tpm.recompute(layer)(tpm.recompute(layer)(x))
+    with tpm.ledger() as ledger:
+        y.sum().backward()
+    assert ledger.count("all_gather") == 2
+    found = [x.grad.numpy(), w.grad.numpy()]
+    x.zero_grad()
+    w.zero_grad()
+    layer(layer(x)).sum().backward()
+    same(found, [x.grad.numpy(), w.grad.numpy()])
+
+
 def test_what_cannot_be_repeated_is_refused(group):
     x = tpm.tensor(columns(4), group.autodiff()).require_grad()
     w = tpm.tensor(columns(4), group.autodiff()).require_grad()

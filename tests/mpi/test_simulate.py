@@ -140,6 +140,22 @@ def test_calls_of_the_users_own():
     assert shapes[0] == shapes[1]
 
 
+def test_tensors_between_stages():
+    """To another stage and, in the backward pass, back."""
+
+    def program(mesh):
+        first, second = mesh.split("pp")
+        array = np.arange(20.0).reshape(5, 4)
+        for layout in all_layouts(2):
+            x = laid_out(array, first.autodiff(), layout).require_grad()
+            y = x.gelu().to(second, Shard(0), allow_empty=True)
+            y.gelu().to(mesh, tp=Shard(1)).sum().backward()
+            if first.is_member:
+                assert x.grad.local.shape == x.grad.spec.local_shape
+
+    both(program, pp=2, tp=2)
+
+
 def test_stages_of_a_simulated_mesh():
     with tpm.simulate(coordinates={"pp": 1, "tp": 1}, pp=3, tp=2) as mesh:
         stages = mesh.split("pp")

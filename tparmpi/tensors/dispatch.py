@@ -16,8 +16,9 @@ from tparmpi.sharding import written_change
 from tparmpi.tensors.contract import check_forward
 from tparmpi.tensors.plan import Plan
 from tparmpi.tensors.redistribute import follow
+from tparmpi.tensors.regather import Kept
 from tparmpi.tensors.spec import describe_layout
-from tparmpi.tensors.tape import Kept, Leaf, Node, OperatorCall, ShellCall, mode
+from tparmpi.tensors.tape import Leaf, Node, OperatorCall, ShellCall, mode
 from tparmpi.tensors.tensor import Tensor
 
 if TYPE_CHECKING:

@@ -14,6 +14,7 @@ from tparmpi.sharding import Layout, Placement, replicated
 from tparmpi.tensors import tape
 from tparmpi.tensors.protocol import Protocol
 from tparmpi.tensors.redistribute import follow, route_to
+from tparmpi.tensors.regather import Regather
 from tparmpi.tensors.registry import methods
 from tparmpi.tensors.request import refuse_empty, requested_layout
 from tparmpi.tensors.spec import Spec, describe_layout, spec_of
@@ -65,7 +66,7 @@ class Tensor(Protocol):
         self.node = node
         self.slot = slot
         self.cell = cell
-        self.regather: tape.Regather | None = None
+        self.regather: Regather | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -316,7 +317,7 @@ class Tensor(Protocol):
         else:
             tensor._array = follow(self.array, spec, route)
             if regather and tape.mode.regathering:
-                tensor.regather = tape.Regather(self.array, spec, layout, spec.dtype)
+                tensor.regather = Regather(self.array, spec, layout, spec.dtype)
         return tensor
 
     def numpy(self) -> np.ndarray[Any, Any]:

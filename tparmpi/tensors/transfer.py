@@ -140,7 +140,7 @@ def _moved(block: Any, start: Spec, target: Spec, head: Any) -> Any:
     made: Any = MetaArray(target.local_shape, target.dtype)
     if target.place.is_member:
         incoming = bridge.expect()
-        for given, own in zip(incoming.head(len(heads)), heads, strict=True):
+        for given, own in zip(incoming.head(len(heads)), heads, strict=False):
             _check_alike(bool(given[0]), bool(own[0]))
         (made,) = incoming.blocks([start], [target])
     for handle in handles:
