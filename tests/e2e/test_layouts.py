@@ -52,6 +52,17 @@ def alone(tmp_path_factory: pytest.TempPathFactory, text: Path) -> list[float]:
         (4, ["--tp=2", "--dp=2", "--set=parallel.microbatches=2"]),
         (3, ["--tp=3", "--set=parallel.sequence=true"]),
         (4, ["--dp=4", "--set=parallel.fully_sharded=true"]),
+        (4, ["--pp=2", "--tp=2", "--set=parallel.sequence=true"]),
+        (
+            4,
+            [
+                "--pp=2",
+                "--dp=2",
+                "--set=parallel.fully_sharded=true",
+                "--set=parallel.schedule=zero_bubble",
+                "--set=parallel.microbatches=2",
+            ],
+        ),
         (
             4,
             [
