@@ -45,6 +45,15 @@ def test_plain_arrays(ranks: int, tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_unit_norm(ranks: int, tmp_path: Path) -> None:
+    sums = 1 if ranks > 1 else 0
+    assert output_of("unit_norm.py", ranks, tmp_path) == [
+        f"unit_norm has the right gradient in every layout on {ranks} ranks",
+        f"with its dim split: {sums} all_reduce in the forward",
+    ]
+
+
 @pytest.mark.parametrize(("ranks", "dp"), [(1, 1), (3, 1), (3, 3), (4, 2)])
 def test_own_model(ranks: int, dp: int, tmp_path: Path) -> None:
     *steps, last = output_of("own_model.py", ranks, tmp_path, str(dp))

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import tparmpi
+from tests import operators_page
 from tparmpi.tensors import Operator
 from tparmpi.train.config import CONTENT, FREE, KEYS, SAME, SECTIONS
 
@@ -74,3 +75,8 @@ def test_reference_page_names_every_record() -> None:
     }
     named = re.findall(r"autofunction:: tparmpi\.(\w+)\(", page)
     assert set(named) == records
+
+
+def test_operators_page_is_up_to_date() -> None:
+    written = operators_page.PAGE.read_text()
+    assert written == operators_page.text(), "run python -m tests.operators_page"
