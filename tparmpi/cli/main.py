@@ -5,10 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tparmpi import __version__, comm
-from tparmpi.cli import bench, generate, plan, train
+from tparmpi.cli import bench, ckpt, generate, plan, train
 from tparmpi.cli.parser import Parser
 
-COMMANDS = {"train": train, "generate": generate, "plan": plan, "bench": bench}
+COMMANDS = {
+    "train": train,
+    "generate": generate,
+    "plan": plan,
+    "ckpt": ckpt,
+    "bench": bench,
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

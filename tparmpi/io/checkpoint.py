@@ -18,6 +18,15 @@ from tparmpi.comm import agree, long_work, world
 from tparmpi.errors import CheckpointError
 from tparmpi.io import format as fmt
 from tparmpi.io import publish
+from tparmpi.io.inspection import (
+    Difference,
+    Summary,
+    TensorSummary,
+    ValueDifference,
+    diff,
+    inspect,
+    verify,
+)
 from tparmpi.io.planner import (
     Box,
     Piece,
@@ -31,6 +40,25 @@ from tparmpi.io.report import LoadReport, Wanted, compare, refuse_mismatch
 from tparmpi.io.writer import Header, Shard, write_data_file, write_index
 from tparmpi.sharding import Partial
 from tparmpi.tensors import Tensor
+
+__all__ = [
+    "Difference",
+    "HasState",
+    "HasSteps",
+    "LoadReport",
+    "Summary",
+    "TensorSummary",
+    "ValueDifference",
+    "checkpoints",
+    "diff",
+    "inspect",
+    "latest",
+    "load",
+    "prune",
+    "save",
+    "step_path",
+    "verify",
+]
 
 Result = TypeVar("Result")
 Descriptions = dict[str, TensorDescription]

@@ -10,6 +10,8 @@ from __future__ import annotations
 import json
 import os
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -127,20 +129,46 @@ class BlockReader:
                 self._read_piece(tensor, piece, common, target)
         return values
 
+    def check(self, name: str, piece: StoredPiece) -> None:
+        """Read a stored piece of a tensor whole, for its checksums alone.
+
+        Raises
+        ------
+        CheckpointError
+            As for :meth:`read`.
+        """
+        with self._file(piece.file, name) as file:
+            file.check(self._index.tensors[name], piece)
+
+    def datasets(self, file_name: str) -> list[str]:
+        """Names of all datasets in a data file.
+
+        Raises
+        ------
+        CheckpointError
+            The file is missing, damaged, or not the one that was written.
+        """
+        with self._file(file_name, None) as file:
+            return file.datasets()
+
     def _read_piece(
         self, tensor: StoredTensor, piece: StoredPiece, part: Box, target: np.ndarray
     ) -> None:
-        path = self._folder / piece.file
-        try:
-            file = self._files.get(piece.file)
-            if file is None:
-                file = _DataFile(path, self._index.header.save_id)
-                self._files[piece.file] = file
+        with self._file(piece.file, tensor.name) as file:
             file.read(tensor, piece, part, target)
+
+    @contextmanager
+    def _file(self, file_name: str, name: str | None) -> Iterator[_DataFile]:
+        """A data file, opened once, and its errors in a sentence."""
+        path = self._folder / file_name
+        try:
+            if file_name not in self._files:
+                save_id = self._index.header.save_id
+                self._files[file_name] = _DataFile(path, save_id)
+            yield self._files[file_name]
         except FileNotFoundError as error:
-            raise CheckpointError(
-                f"{path} is missing; '{tensor.name}' cannot be read without it"
-            ) from error
+            needed = f"; '{name}' cannot be read without it" if name else ""
+            raise CheckpointError(f"{path} is missing{needed}") from error
         except HDF5_ERRORS as error:
             raise CheckpointError(
                 f"{path} cannot be read: {fmt.reason(error)}"
@@ -190,6 +218,15 @@ class _DataFile:
             common = slab.intersection(Box(low, part.shape))
             if common is not None:
                 common.of(target, low)[...] = common.of(values, slab.offset)
+
+    def check(self, tensor: StoredTensor, piece: StoredPiece) -> None:
+        nbytes = piece.box.size * fmt.itemsize(tensor.dtype)
+        offset = self._offset(tensor, piece)
+        blocks = _Blocks(self._descriptor, offset, nbytes, piece.checksums)
+        blocks.check(tensor.name)
+
+    def datasets(self) -> list[str]:
+        return [name for name, _ in _datasets(self._file)]
 
     def _offset(self, tensor: StoredTensor, piece: StoredPiece) -> int:
         dataset = _walk(self._file, tensor.name)
@@ -249,6 +286,14 @@ class _Blocks:
         data = target.reshape(-1).view(np.uint8).data
         for first in range(0, self._nbytes, STAGING_BYTES):
             part = data[first : first + STAGING_BYTES]
+            read_at(self._descriptor, part, self._offset + first)
+            self._verify(name, first, part)
+
+    def check(self, name: str) -> None:
+        """The whole piece, for its checksums alone."""
+        staging = np.empty(min(self._nbytes, STAGING_BYTES), np.uint8).data
+        for first in range(0, self._nbytes, STAGING_BYTES):
+            part = staging[: self._nbytes - first]
             read_at(self._descriptor, part, self._offset + first)
             self._verify(name, first, part)
 

@@ -1,0 +1,117 @@
+"""`tparmpi ckpt`: checkpoints on the command line."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from tests.io_samples import SAVE_ID, samples, unique, write
+from tparmpi.io import format as fmt
+
+
+def ckpt(*arguments, program="-m tparmpi"):
+    return subprocess.run(
+        [sys.executable, *program.split(" ", 1), "ckpt", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+@pytest.fixture
+def run(tmp_path):
+    """The folder of a run with two checkpoints."""
+    folder = tmp_path / "run" / "checkpoints"
+    folder.mkdir(parents=True)
+    for step in (5, 10):
+        arrays = samples() | {"model/w": unique((4, 300), np.float32, step)}
+        write(folder / f"step-{step:08}", arrays, step=step, save_id=f"{step:016}")
+    return tmp_path / "run"
+
+
+def test_ls_lists_a_runs_checkpoints(run):
+    listed = ckpt("ls", run)
+    assert listed.returncode == 0, listed.stderr
+    head, *rows = listed.stdout.splitlines()
+    assert head.split() == ["step", "tensors", "bytes", "files", "path"]
+    assert [row.split()[0] for row in rows] == ["5", "10"]
+    assert rows[1].endswith("checkpoints/step-00000010")
+    facts = json.loads(ckpt("ls", run, "--json").stdout)
+    assert [fact["step"] for fact in facts] == [5, 10]
+    assert facts[0]["tensors"] == len(samples()) + 1
+
+
+def test_show_takes_a_run_or_a_step(run):
+    newest = ckpt("show", run)
+    assert newest.returncode == 0, newest.stderr
+    assert newest.stdout.startswith(f"{run}/checkpoints/step-00000010\n")
+    (row,) = [line for line in newest.stdout.splitlines() if line[:8] == "model/w "]
+    assert row.split() == ["model/w", "float32", "4x300", "4.7", "KiB"]
+    facts = json.loads(ckpt("show", run / "checkpoints/step-00000005", "--json").stdout)
+    assert facts["step"] == 5
+    assert facts["tensors"]["model/w"] == {
+        "shape": [4, 300],
+        "dtype": "float32",
+        "bytes": 4800,
+    }
+
+
+def test_verify_finds_a_flipped_byte_with_code_1(run):
+    whole = ckpt("verify", run)
+    assert whole.returncode == 0, whole.stderr
+    assert whole.stdout.count(": whole\n") == 2
+    path = run / "checkpoints/step-00000005" / fmt.data_name(f"{5:016}", 1)
+    with path.open("r+b") as file:
+        at = file.read().index(unique((2, 300), np.float32, 5 + 600 * 7).tobytes())
+        os.pwrite(file.fileno(), b"\xff", at + 100)
+    damaged = ckpt("verify", run)
+    assert damaged.returncode == 1
+    assert damaged.stderr == ""
+    first, second, third = damaged.stdout.splitlines()
+    assert first.endswith("step-00000005: damaged")
+    assert str(path) in second
+    assert "'model/w'" in second
+    assert third.endswith("step-00000010: whole")
+    facts = json.loads(ckpt("verify", run, "--json").stdout)
+    assert [len(fact["problems"]) for fact in facts] == [1, 0]
+
+
+def test_diff_says_how_two_differ(run, tmp_path):
+    steps = [run / f"checkpoints/step-{n:08}" for n in (5, 10)]
+    differing = ckpt("diff", *steps)
+    assert differing.returncode == 1
+    assert "step is 5 and 10" in differing.stdout
+    (row,) = [line for line in differing.stdout.splitlines() if line[:8] == "model/w "]
+    assert row.split()[1:3] == ["1,200", "1,200"]
+    facts = json.loads(ckpt("diff", *steps, "--json").stdout)
+    assert facts["values"][0]["name"] == "model/w"
+    assert facts["same"] == len(samples())
+    same = ckpt("diff", run, steps[1])
+    assert same.returncode == 0
+    assert same.stdout == f"{len(samples()) + 1} tensors equal\n"
+
+
+def test_what_is_no_checkpoint_is_one_sentence(tmp_path):
+    for command in ("ls", "show", "verify"):
+        refused = ckpt(command, tmp_path)
+        assert refused.returncode == 1
+        (line,) = refused.stderr.splitlines()
+        assert line.startswith(f"tparmpi: there is no checkpoint in {tmp_path}")
+    wrong = ckpt("lst")
+    assert wrong.returncode == 2
+
+
+def test_alone_it_starts_no_mpi(tmp_path):
+    folder = write(tmp_path / SAVE_ID, {"model/w": unique((2,), np.int8)})
+    program = (
+        "-c import sys; from tparmpi.cli.main import main; code = main(sys.argv[1:]); "
+        "sys.exit(code or int('mpi4py.MPI' in sys.modules))"
+    )
+    for command in ("ls", "show", "verify"):
+        done = ckpt(command, folder, program=program)
+        assert done.returncode == 0, done.stderr
