@@ -115,6 +115,28 @@ def test_dispatch_is_shown_beside_a_peer(tmp_path):
     assert "slow: a + b 1000.0 µs" in job.out
 
 
+def test_pipelines_are_measured_beside_theory(tmp_path):
+    command = tparmpi(2, "bench", "pipeline", "--steps=1", "--microbatches=4")
+    found = report(run([*command, "--seconds=0.05", "--json"], cwd=tmp_path))
+    names = ["gpipe", "1f1b", "interleaved", "zero_bubble"]
+    assert [row["schedule"] for row in found["steps"]] == names
+    # 4 microbatches of 60 ms, and the bubbles: 60, 60, 30, and 20 ms.
+    theory = [300.0, 300.0, 270.0, 260.0]
+    assert [row["theory_ms"] for row in found["steps"]] == theory
+    # Nothing is faster than theory; how near it is, is for the benchmark to print.
+    assert all(1 <= row["ratio"] < 1.5 for row in found["steps"]), found["steps"]
+    assert found["signal"]["bytes"] == 4 * 2**20
+    assert found["signal"]["ratio"] > 0
+    peaks = found["peak_bytes"]
+    assert peaks["32"] == pytest.approx(peaks["8"], rel=0.05)
+
+
+def test_a_pipeline_needs_two_ranks(tmp_path):
+    job = run(tparmpi(1, "bench", "pipeline"), cwd=tmp_path, limit=LIMIT)
+    assert job.code == 2
+    assert "a pipeline needs two ranks" in job.err
+
+
 @pytest.mark.parametrize(
     ("argument", "words"),
     [

@@ -62,3 +62,12 @@ def test_own_model(ranks: int, dp: int, tmp_path: Path) -> None:
     # The model learns, and the same on every layout, to the digits printed.
     assert losses == pytest.approx([0.7064, 0.1755, 0.1672, 0.0179], abs=2e-4)
     assert (tmp_path / "own_model" / "index.h5").exists()
+
+
+@pytest.mark.parametrize(("ranks", "tp"), [(1, 1), (3, 1), (4, 2)])
+def test_placed_layers(ranks: int, tp: int, tmp_path: Path) -> None:
+    *steps, last = output_of("placed_layers.py", ranks, tmp_path, str(tp))
+    losses = [float(line.split()[3].rstrip(",")) for line in steps]
+    # The model learns, and the same however its layers are placed.
+    assert losses == pytest.approx([0.7067, 0.1804, 0.2105, 0.0044], abs=2e-4)
+    assert float(last.split()[-1]) == pytest.approx(0.0019, abs=2e-4)

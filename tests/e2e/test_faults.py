@@ -125,6 +125,66 @@ def test_one_rank_raises(tmp_path, case):
     check_failure(done, 1, "ValueError: wrong value")
 
 
+# Failures inside a stage of a pipeline
+
+STAGES = """
+from tparmpi import nn
+from tparmpi.parallel import *
+
+class Layer(nn.Module):
+    def __init__(self, number, place, width=3):
+        self.number = number
+        self.calls = 0
+        self.weight = nn.Parameter((width, width), place, dtype="float64")
+
+    def forward(self, x):
+        self.calls += 1
+        if self.number == FAILS and self.calls == 2:
+            raise ValueError("wrong value")
+        return x @ self.weight
+
+def loss(predictions, targets):
+    total = predictions.sum()
+    if CHECKS and not np.isfinite(total.item()):
+        raise ValueError("wrong value: the loss is no number")
+    return total, 1
+
+stages = [device.autodiff() for device in tpm.devices()]
+placement = LayerPlacement.even(stages, 3)
+layers = [Layer(n, p, WIDTHS.get(n, 3)) for n, p in enumerate(placement.places)]
+model = LayerSequence(*layers).initialize(0)
+pipeline = Pipeline(DistributedLayeredModel(model, placement), SCHEDULE, 4)
+x = np.ones((8, 3))
+x[4] = VALUE
+x, y = (tpm.tensor(x, p.inner()) for p in (placement.input, placement.output))
+pipeline.forward_backward(x, y, loss)
+"""
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
+@pytest.mark.parametrize(
+    ("fails", "checks", "widths", "value", "rank", "text", "where"),
+    [
+        (2, False, {}, 1.0, 1, "ValueError: wrong value", "in stage 1 of 3 stages"),
+        (0, False, {}, 1.0, 0, "ValueError: wrong value", "in stage 0 of 3 stages"),
+        (9, True, {}, float("nan"), 2, "ValueError: wrong value: the", "microbatch 2"),
+        (9, False, {2: 5}, 1.0, 1, "tparmpi.errors.ShapeError", "layers 2 to 2"),
+    ],
+    ids=["middle", "first", "not a number", "shapes"],
+)
+def test_a_stage_fails(
+    tmp_path, schedule, fails, checks, widths, value, rank, text, where
+):
+    body = (
+        f"FAILS, CHECKS, WIDTHS = {fails}, {checks}, {widths}\n"
+        f"VALUE, SCHEDULE = float('{value}'), {schedule!r}\n{STAGES}"
+    )
+    done = job(tmp_path, body)
+    check_failure(done, rank, text)
+    if sys.version_info >= (3, 11):
+        assert where in done.err
+
+
 @pytest.mark.parametrize("shell", ["around", "within"])
 def test_a_shell_between(tmp_path, shell):
     program = [sys.executable, "program.py"]

@@ -11,7 +11,7 @@ from tests.e2e.launch import metrics, run, tparmpi
 STEPS = 20
 OPTIONS = (
     f"--steps={STEPS}",
-    "--set=model.n_layer=2",
+    "--set=model.n_layer=4",
     "--set=model.d_model=32",
     "--set=model.n_head=8",
     "--set=model.d_ff=51",
@@ -61,6 +61,32 @@ def alone(tmp_path_factory: pytest.TempPathFactory, text: Path) -> list[float]:
                 "--set=parallel.fully_sharded=true",
                 "--set=parallel.schedule=zero_bubble",
                 "--set=parallel.microbatches=2",
+            ],
+        ),
+        (
+            4,
+            [
+                "--pp=2",
+                "--dp=2",
+                "--set=parallel.microbatches=2",
+                "--set=parallel.recompute=true",
+            ],
+        ),
+        (
+            2,
+            [
+                "--pp=2",
+                "--set=parallel.schedule=interleaved",
+                "--set=parallel.chunks=2",
+                "--set=parallel.microbatches=3",
+            ],
+        ),
+        (
+            4,
+            [
+                "--pp=4",
+                "--set=parallel.schedule=gpipe",
+                "--set=parallel.microbatches=3",
             ],
         ),
         (

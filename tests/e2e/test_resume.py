@@ -153,6 +153,32 @@ def test_a_run_goes_on_with_other_ranks(uninterrupted, tmp_path, text):
         assert loss == pytest.approx(expected, rel=1e-4)
 
 
+def test_a_run_goes_on_with_other_stages(tmp_path, text):
+    folder, whole = tmp_path / "run", tmp_path / "whole"
+    options = (
+        "--set=train.lr_schedule=constant",
+        "--set=train.precision=float64",
+        "--set=model.n_layer=2",
+    )
+    for steps, split in ((5, "--pp=2"), (10, "--tp=2"), (15, "--pp=2")):
+        done = run(train(2, text, f"--steps={steps}", split, *options), cwd=tmp_path)
+        assert done.code == 0, done.err
+    whole.mkdir()
+    straight = run(train(1, text, "--steps=15", *options), cwd=whole)
+    assert straight.code == 0, straight.err
+    mine, reference = losses(folder), losses(whole / "run")
+    assert [step for step, _ in mine] == list(range(1, 16))
+    for (_, loss), (_, expected) in zip(mine, reference, strict=True):
+        assert loss == pytest.approx(expected, rel=1e-10)
+    arguments = ("generate", "--prompt=1", "--max-tokens=20", "--temperature=0")
+    texts = [
+        run(tparmpi(1, *arguments, one), cwd=tmp_path).out
+        for one in (folder, whole / "run")
+    ]
+    assert texts[0] == texts[1]
+    assert len(texts[0]) > 2
+
+
 @pytest.mark.parametrize(
     ("number", "rank"), [(signal.SIGUSR1, 1), (signal.SIGTERM, 0), (signal.SIGINT, 1)]
 )

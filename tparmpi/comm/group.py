@@ -67,16 +67,16 @@ def group(devices: Sequence[Place]) -> Group:
 
 
 def together(places: Sequence[Place]) -> Group:
-    """Return the group of all members of `places`, made at the first call.
+    """Return the group of all members of `places`, by rank, made at the first call.
 
     Collective over them at the first call, then local.
     """
-    inner = tuple(place.inner() for place in places)
-    key = ("together", *inner)
-    if key not in inner[0].cache:
-        devices = {device.rank: device for place in inner for device in place.devices}
-        inner[0].cache[key] = make_group(tuple(devices.values()), "group")
-    made: Group = inner[0].cache[key]
+    found = {device.rank: device for place in places for device in place.devices}
+    members = tuple(found[rank] for rank in sorted(found))
+    key = ("together", *members)
+    if key not in members[0].cache:
+        members[0].cache[key] = make_group(members, "group")
+    made: Group = members[0].cache[key]
     return made
 
 

@@ -11,7 +11,7 @@ from tparmpi.nn import Module, Parameter
 from tparmpi.parallel.layers import DistributedLayer, LayerParallelism, into_layers
 from tparmpi.parallel.placement import LayerPlacement, Stage
 from tparmpi.parallel.ties import Ties
-from tparmpi.tensors import Tensor, nests, no_grad
+from tparmpi.tensors import Tensor, nests, no_grad, random
 
 
 class DistributedLayeredModel:
@@ -54,7 +54,7 @@ class DistributedLayeredModel:
             _check_built(number, len(self.layers), layer, placement.places[number])
         self.everyone: Group = together(placement.devices())
         self._check_agreement()
-        self.ties = Ties(model)
+        self.ties = Ties(self.parameters(with_copies=True))
 
     def __call__(self, features: Any) -> Any:
         """Return ``forward(features)``."""
@@ -82,11 +82,29 @@ class DistributedLayeredModel:
     def run(self, stage: Stage, signal: Any) -> Any:
         """Return what the layers of `stage` make of `signal`.
 
-        Collective over the stage's place.
+        Collective over the stage's place. Random operators that name no stream draw
+        from one of the layer's own, wherever it lives.
         """
         for number in stage.layers:
-            signal = self.layers[number](signal)
+            layer = self.layers[number]
+            with random.unnamed(f"layer {number}"):
+                signal = layer(signal) if callable(layer) else layer.forward(signal)
         return signal
+
+    def parameters(self, *, with_copies: bool = False) -> list[Parameter]:
+        """Return the parameters of the layers that are modules, each once. Local.
+
+        Parameters
+        ----------
+        with_copies
+            Also those that have the values of another one on another place.
+        """
+        found: dict[int, Parameter] = {}
+        for layer in self.layers:
+            if isinstance(layer, Module):
+                for _, parameter in layer.named_parameters(with_copies=with_copies):
+                    found[id(parameter)] = parameter
+        return list(found.values())
 
     def into_inner(self) -> LayerParallelism:
         """Return the model. Local."""
@@ -146,22 +164,13 @@ def _places_of(layer: Any) -> Sequence[Place]:
 
 def _moved(signal: Any, place: Place) -> Any:
     inner = place.inner()
+    moved: dict[int, Tensor] = {}
 
     def move(tensor: Tensor) -> Tensor:
         if tensor.spec.place is inner:
             return tensor
-        moved: Tensor = tensor.to(place)
-        return moved
+        if id(tensor) not in moved:
+            moved[id(tensor)] = tensor.to(place)
+        return moved[id(tensor)]
 
     return nests.replace(signal, move)
-
-
-def own_parameters(model: DistributedLayeredModel) -> list[Parameter]:
-    """Return the parameters of which this rank holds a part. Local."""
-    found: dict[int, Parameter] = {}
-    for layer in model.layers:
-        if isinstance(layer, Module):
-            for parameter in layer.parameters():
-                if not parameter.is_shell:
-                    found[id(parameter)] = parameter
-    return list(found.values())

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
-from tparmpi.errors import ShapeError, UsageError
-from tparmpi.parallel.microbatches import batch_of
-from tparmpi.parallel.model import DistributedLayeredModel, own_parameters
-from tparmpi.parallel.schedules import Instruction, schedule_of
+from tparmpi.errors import UsageError
+from tparmpi.nn import Module
+from tparmpi.parallel.microbatches import cut_of
+from tparmpi.parallel.model import DistributedLayeredModel
+from tparmpi.parallel.schedules import Instruction, forward_only, schedule_of
 from tparmpi.parallel.signals import Edge
 from tparmpi.parallel.simulation import simulate
 from tparmpi.parallel.step import Loss, Step, number_of
+from tparmpi.tensors import no_grad
 
 
 class Pipeline:
@@ -81,15 +84,27 @@ class Pipeline:
             raise UsageError(
                 "Pipeline: the places of stages must have no ranks in common"
             )
+        for before, after in pairwise(stages):
+            if before.place.is_autodiff and not after.place.is_autodiff:
+                raise UsageError(
+                    f"Pipeline: no gradient passes {after.place!r}, which does not "
+                    f"record any, on its way to {before.place!r}; place its layers on "
+                    "autodiff() of it, with parameters on the plain place if they are "
+                    "to stay as they are"
+                )
         made = schedule_of(schedule)
         # What would hang is refused here, with what is wrong.
         simulate(made, self._count, microbatches, chunks)
         self._stage = next(
             (n for n, place in enumerate(places) if place.is_member), None
         )
+        self._is_last = self._stage == self._count - 1
         self._program: list[Instruction] = []
+        self._forwards: list[Instruction] = []
         if self._stage is not None:
-            self._program = list(made(self._stage, self._count, microbatches, chunks))
+            sizes = self._stage, self._count, microbatches, chunks
+            self._program = list(made(*sizes))
+            self._forwards = list(forward_only(*sizes))
         self._edges = [
             Edge(before.place, after.place, f"stage {number + 1}")
             for number, (before, after) in enumerate(pairwise(stages))
@@ -104,7 +119,7 @@ class Pipeline:
         The loss is the sum of all microbatches' losses over the sum of their weights;
         it and the gradients are those of the whole batch, whatever the schedule and the
         number of microbatches. Gradients are left as pending sums over the axes that
-        split the batch: call `reduce_gradients`.
+        split the batch: call `reduce_gradients`. Features get none.
 
         Collective over the ranks of the placement, which all get the loss. Random
         operators draw for each row of the batch what they draw in one pass over it.
@@ -121,45 +136,25 @@ class Pipeline:
             losses, a tensor without dims, and the sum of their weights, a number or
             such a tensor. If it has a method ``weight(targets)``, which gives the
             weight alone, each loss is divided by the whole weight before its backward;
-            else the gradients are, at the end.
+            else the gradients of the layers' parameters are, at the end.
 
         Raises
         ------
         ShapeError, UsageError
-            If features and targets are not tensors of one batch.
+            If features and targets are not tensors of one batch, split alike or whole.
         """
-        batch, parts = batch_of("features", features)
-        rows, _ = batch_of("targets", targets)
-        if rows != batch:
-            raise ShapeError(
-                f"Pipeline: the features have {batch} rows, the targets {rows}"
-            )
         self.model.ties.give_values()
+        step = self._step(self._program, features, targets, loss)
         loss_sum, weight = 0.0, 1.0
         known = getattr(loss, "weight", None)
         aside = [] if known else _set_aside(self.model)
-        if self._stage is not None:
-            step = Step(
-                self.model,
-                self._edges,
-                self._program,
-                self._stage,
-                self._count,
-                features,
-                targets,
-                loss,
-                batch,
-                parts,
-                self.microbatches,
-                self.recompute,
-            )
-            is_last = self._stage == self._count - 1
-            if is_last and known:
+        if step is not None:
+            if self._is_last and known:
                 weight = number_of(step.weigh(known))
                 step.factor = _inverse(weight)
             step.run()
             self.most_live = step.most_live
-            if is_last:
+            if self._is_last:
                 loss_sum = number_of(step.loss_sum)
                 weight = weight if known else number_of(step.weight_sum)
         self.model.ties.take_gradients()
@@ -167,6 +162,43 @@ class Pipeline:
         if not known:
             _bring_back(aside, _inverse(weight))
         return loss_sum * _inverse(weight)
+
+    def evaluate(self, features: Any, targets: Any, loss: Loss) -> float:
+        """Return the mean loss; nothing is recorded.
+
+        As `forward_backward` with forwards alone: while a stage works on a microbatch,
+        those after it work on earlier ones. Collective over the ranks of the placement.
+        """
+        self.model.ties.give_values()
+        step = self._step(self._forwards, features, targets, loss)
+        loss_sum, weight = 0.0, 1.0
+        if step is not None:
+            with no_grad():
+                step.run()
+            if self._is_last:
+                loss_sum, weight = number_of(step.loss_sum), number_of(step.weight_sum)
+        loss_sum, weight = self._told(loss_sum, weight)
+        return loss_sum * _inverse(weight)
+
+    def _step(
+        self, program: Sequence[Instruction], features: Any, targets: Any, loss: Loss
+    ) -> Step | None:
+        """A step of this rank, if it has a part in it."""
+        cut = cut_of(features, targets, self.microbatches)
+        if self._stage is None:
+            return None
+        return Step(
+            self.model,
+            self._edges,
+            program,
+            self._stage,
+            self._count,
+            features,
+            targets,
+            loss,
+            cut,
+            self.recompute,
+        )
 
     def _told(self, *numbers: float) -> list[float]:
         """The last stage's numbers, on every rank."""
@@ -188,8 +220,17 @@ def _inverse(weight: float) -> float:
 
 
 def _set_aside(model: DistributedLayeredModel) -> list[Any]:
-    """Take what gradients there are from the parameters."""
-    return [(parameter, parameter.swap_grad({})) for parameter in own_parameters(model)]
+    """Take what gradients there are from the parameters of this rank."""
+    if not all(isinstance(layer, Module) for layer in model.layers):
+        raise UsageError(
+            "Pipeline: a loss without a method weight(targets) needs layers that are "
+            "Modules, whose gradients are divided by the weight at the end"
+        )
+    return [
+        (parameter, parameter.swap_grad({}))
+        for parameter in model.parameters()
+        if not parameter.is_shell
+    ]
 
 
 def _bring_back(aside: list[Any], factor: float) -> None:

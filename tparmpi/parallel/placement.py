@@ -168,9 +168,10 @@ class LayerPlacement:
 
     def devices(self) -> list[Place]:
         """Return the places without repeats, in forward order. Local."""
-        return list({id(place.inner()): place for place in self.places[::-1]}.values())[
-            ::-1
-        ]
+        found: dict[Place, Place] = {}
+        for place in self.places:
+            found.setdefault(place.inner(), place)
+        return list(found.values())
 
     def stages(self) -> list[Stage]:
         """Return runs of layers on one place, in forward order. Local.

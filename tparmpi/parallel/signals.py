@@ -18,11 +18,14 @@ import numpy as np
 
 from tparmpi.comm import Place
 from tparmpi.comm.handle import Handle
-from tparmpi.errors import CommunicationError
+from tparmpi.errors import CommunicationError, UsageError
 from tparmpi.sharding import Layout
 from tparmpi.sharding.transfers import layout_on
 from tparmpi.tensors import Spec, Tensor, nests, redistribute, spec_of
 from tparmpi.tensors.bridge import Bridge, Incoming, settled
+
+MOST_FORMS = 1024
+"""So many forms are remembered: numbers in signals may make each one a new one."""
 
 
 @dataclass(frozen=True)
@@ -34,15 +37,6 @@ class Part:
     layout: Layout
     is_differentiable: bool
 
-    def on(self, source: Place) -> Spec:
-        """Return how it lies on the place that sends it. Local."""
-        return spec_of(source, self.shape, self.dtype, self.layout)
-
-    def arriving(self, source: Place, target: Place) -> Spec:
-        """Return how it lies on the place that receives it. Local."""
-        layout = layout_on(self.layout, source.axes, target.axes)
-        return spec_of(target, self.shape, self.dtype, layout)
-
 
 class Form(NamedTuple):
     """A signal without values: the nest with a number for each tensor, and the parts.
@@ -53,11 +47,6 @@ class Form(NamedTuple):
     nest: Any
     parts: tuple[Part, ...]
 
-    @property
-    def differentiable(self) -> list[int]:
-        """Numbers of the parts whose gradients come back."""
-        return [i for i, part in enumerate(self.parts) if part.is_differentiable]
-
 
 @dataclass(frozen=True)
 class _Number:
@@ -66,11 +55,39 @@ class _Number:
     number: int
 
 
+class Passage:
+    """How signals of one form go from a place to another.
+
+    Attributes
+    ----------
+    form
+        The form.
+    leaving, arriving
+        How its tensors lie on the two places.
+    differentiable
+        Numbers of the parts whose gradients come back.
+    """
+
+    __slots__ = ("arriving", "differentiable", "form", "leaving")
+
+    def __init__(self, form: Form, source: Place, target: Place) -> None:
+        self.form = form
+        parts = form.parts
+        self.leaving = [spec_of(source, p.shape, p.dtype, p.layout) for p in parts]
+        self.arriving = [
+            spec_of(
+                target, p.shape, p.dtype, layout_on(p.layout, source.axes, target.axes)
+            )
+            for p in parts
+        ]
+        self.differentiable = [n for n, p in enumerate(parts) if p.is_differentiable]
+
+
 class Received(NamedTuple):
     """A signal that has come, and the tensors in it whose gradients go back."""
 
     signal: Any
-    form: Form
+    passage: Passage
     tensors: list[Tensor]
 
 
@@ -80,9 +97,9 @@ class Edge:
     Parameters
     ----------
     source, target
-        The stages' places, of which one may be the other. Tensors arrive on `target`
-        as it is given, as an autodiff view if gradients are to come back. Making an
-        edge is collective over the members of both.
+        The stages' places, without ranks in common. Tensors arrive on `target` as it is
+        given: an autodiff view if gradients are to come back. Making an edge is
+        collective over the members of both.
     name
         For errors.
     """
@@ -92,49 +109,51 @@ class Edge:
         self.source = source.inner()
         self.target = target.inner()
         self._arrives_on = target
-        self._forward = self._back = None
-        if self.source is not self.target:
-            self._forward = Bridge(self.source, self.target)
-            self._back = Bridge(self.target, self.source)
-        self._sent_forms: set[bytes] = set()
-        self._known_forms: dict[bytes, Form] = {}
-        self._signals: deque[Any] = deque()
-        self._gradients: deque[Any] = deque()
+        self._forward = Bridge(self.source, self.target)
+        self._back = Bridge(self.target, self.source)
+        self._sent: dict[bytes, Passage] = {}
+        self._known: dict[bytes, Passage] = {}
+        self._signals: deque[Incoming] = deque()
+        self._gradients: deque[Incoming] = deque()
         self._signals_sent: list[Handle[None]] = []
         self._gradients_sent: list[Handle[None]] = []
 
     # Signals, from source to target
 
-    def send(self, signal: Any, microbatch: int) -> Form:
-        """Start sending a signal; return its form. Collective over the source.
+    def send(self, signal: Any, microbatch: int) -> Passage:
+        """Start sending a signal; return how it goes. Collective over the source.
 
         Waits until the signal before has gone.
+
+        Raises
+        ------
+        UsageError
+            If a part of it cannot be sent.
         """
         form, tensors = form_of(signal)
+        self._check(tensors)
         blocks = [
-            redistribute(tensor.array, tensor.spec, settled(tensor.spec).layout)
-            for tensor in tensors
+            redistribute(tensor.array, tensor.spec, part.layout)
+            for tensor, part in zip(tensors, form.parts, strict=True)
         ]
-        if self._forward is None:
-            self._signals.append((microbatch, form, blocks))
-            return form
-        packed = pickle.dumps(form, pickle.HIGHEST_PROTOCOL)
+        packed = self._packed(form)
         digest = blake2b(packed, digest_size=16).digest()
-        is_new = digest not in self._sent_forms
-        self._sent_forms.add(digest)
+        is_new = digest not in self._sent
+        if is_new:
+            self._note(self._sent, digest, form)
+        passage = self._sent[digest]
         header = np.array([microbatch, is_new, 0, 0], np.int64)
         header[2:] = np.frombuffer(digest, np.int64)
         head = [header, np.frombuffer(packed, np.uint8)] if is_new else [header]
+        going = self._forward.send(blocks, passage.leaving, passage.arriving, head)
+        # After the start of this one: the receiver goes on with it at once.
         _wait(self._signals_sent)
-        self._signals_sent = self._forward.send(
-            blocks, self._leaving(form), self._arriving(form), head
-        )
-        return form
+        self._signals_sent = going
+        return passage
 
     def expect(self) -> None:
         """Start receiving the next signal. Local."""
-        if self._forward is not None:
-            self._signals.append(self._forward.expect())
+        self._signals.append(self._forward.expect())
 
     def receive(self, microbatch: int) -> Received:
         """Wait for the signal that was expected first. Collective over the target.
@@ -144,14 +163,10 @@ class Edge:
         CommunicationError
             If it belongs to another microbatch.
         """
-        if self._forward is None:
-            found, form, blocks = self._signals.popleft()
-            specs = self._leaving(form)
-        else:
-            incoming: Incoming = self._signals.popleft()
-            found, form = self._read_head(incoming)
-            specs = self._arriving(form)
-            blocks = incoming.blocks(self._leaving(form), specs)
+        incoming = self._signals.popleft()
+        found, passage = self._read_head(incoming)
+        specs, form = passage.arriving, passage.form
+        blocks = incoming.blocks(passage.leaving, specs)
         if found != microbatch:
             raise CommunicationError(
                 f"{self.name}: microbatch {microbatch} was to come, microbatch {found} "
@@ -160,19 +175,19 @@ class Edge:
         tensors = []
         for part, spec, block in zip(form.parts, specs, blocks, strict=True):
             tensor = Tensor(spec, block, self._arrives_on)
-            if part.is_differentiable and self._arrives_on.is_autodiff:
+            if part.is_differentiable:
                 tensor.require_grad()
             tensors.append(tensor)
         signal = nests.replace(form.nest, lambda at: tensors[at.number], _Number)
-        return Received(signal, form, tensors)
+        return Received(signal, passage, tensors)
 
-    def _read_head(self, incoming: Incoming) -> tuple[int, Form]:
+    def _read_head(self, incoming: Incoming) -> tuple[int, Passage]:
         (header,) = map(self._to_host, incoming.head(1))
         digest = header[2:].tobytes()
         if header[1]:
             (packed,) = map(self._to_host, incoming.head(1))
-            self._known_forms[digest] = pickle.loads(packed.tobytes())
-        return int(header[0]), self._known_forms[digest]
+            self._note(self._known, digest, pickle.loads(packed.tobytes()))
+        return int(header[0]), self._known[digest]
 
     def _to_host(self, array: Any) -> Any:
         backend = self.target.backend
@@ -185,27 +200,25 @@ class Edge:
 
         Collective over the target. Waits until those before have gone.
         """
-        form = received.form
-        numbers = form.differentiable
+        passage = received.passage
+        numbers = passage.differentiable
         if not numbers:
             return
         blocks = [_gradient_of(received.tensors[number]) for number in numbers]
-        if self._back is None:
-            self._gradients.append(blocks)
-            return
-        _wait(self._gradients_sent)
-        self._gradients_sent = self._back.send(
+        going = self._back.send(
             blocks,
-            _chosen(self._arriving(form), numbers),
-            _chosen(self._leaving(form), numbers),
+            _chosen(passage.arriving, numbers),
+            _chosen(passage.leaving, numbers),
         )
+        _wait(self._gradients_sent)
+        self._gradients_sent = going
 
-    def expect_gradients(self, form: Form) -> None:
-        """Start receiving the gradients of the signal of `form`. Local."""
-        if self._back is not None and form.differentiable:
+    def expect_gradients(self, passage: Passage) -> None:
+        """Start receiving the gradients of a signal that was sent. Local."""
+        if passage.differentiable:
             self._gradients.append(self._back.expect())
 
-    def receive_gradients(self, form: Form) -> list[Tensor]:
+    def receive_gradients(self, passage: Passage) -> list[Tensor]:
         """Wait for the gradients that were expected first.
 
         Collective over the source.
@@ -215,16 +228,15 @@ class Edge:
         list of Tensor
             One for each differentiable part, in order.
         """
-        numbers = form.differentiable
+        numbers = passage.differentiable
         if not numbers:
             return []
-        specs = _chosen(self._leaving(form), numbers)
-        found: Any = self._gradients.popleft()
-        if self._back is not None:
-            found = found.blocks(_chosen(self._arriving(form), numbers), specs)
+        specs = _chosen(passage.leaving, numbers)
+        incoming = self._gradients.popleft()
+        blocks = incoming.blocks(_chosen(passage.arriving, numbers), specs)
         return [
             Tensor(spec, block, self.source)
-            for spec, block in zip(specs, found, strict=True)
+            for spec, block in zip(specs, blocks, strict=True)
         ]
 
     def finish(self) -> None:
@@ -234,15 +246,32 @@ class Edge:
 
     def close(self) -> None:
         """Close the edge. Collective over the members of both places."""
-        for bridge in (self._forward, self._back):
-            if bridge is not None:
-                bridge.close()
+        self._forward.close()
+        self._back.close()
 
-    def _leaving(self, form: Form) -> list[Spec]:
-        return [part.on(self.source) for part in form.parts]
+    def _check(self, tensors: Sequence[Tensor]) -> None:
+        for tensor in tensors:
+            if tensor.spec.place is not self.source:
+                raise UsageError(
+                    f"the signal to {self.name} has a tensor on {tensor.spec.place!r}; "
+                    f"all must be on {self.source!r}, where the layers before live"
+                )
 
-    def _arriving(self, form: Form) -> list[Spec]:
-        return [part.arriving(self.source, self.target) for part in form.parts]
+    def _packed(self, form: Form) -> bytes:
+        try:
+            return pickle.dumps(form, pickle.HIGHEST_PROTOCOL)
+        except Exception as error:
+            raise UsageError(
+                f"the signal to {self.name} has a part that cannot be pickled; give "
+                "tensors, numbers, text, or classes defined at the top of a module: "
+                f"{error}"
+            ) from error
+
+    def _note(self, passages: dict[bytes, Passage], digest: bytes, form: Form) -> None:
+        """Remember a form; both sides begin anew with the same one after so many."""
+        if len(passages) >= MOST_FORMS:
+            passages.clear()
+        passages[digest] = Passage(form, self.source, self.target)
 
 
 def form_of(signal: Any) -> tuple[Form, list[Tensor]]:

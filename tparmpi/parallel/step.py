@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tparmpi.parallel.microbatches import cut, rows_of
+from tparmpi.parallel.microbatches import Cut
 from tparmpi.parallel.model import DistributedLayeredModel
 from tparmpi.parallel.schedules import (
     BACKWARD,
@@ -14,7 +14,7 @@ from tparmpi.parallel.schedules import (
     WEIGHT_GRADIENT,
     Instruction,
 )
-from tparmpi.parallel.signals import Edge, Form, Received
+from tparmpi.parallel.signals import Edge, Passage, Received
 from tparmpi.tensors import (
     Deferred,
     Tensor,
@@ -39,20 +39,20 @@ class Live:
         The signal that came in, None in the first stage.
     outputs
         The tensors whose gradients come back; in the last stage the loss.
-    form
+    passage
         Of the signal that went out, None in the last stage.
     later
         Weight gradients still to be computed.
     """
 
-    __slots__ = ("form", "later", "outputs", "received")
+    __slots__ = ("later", "outputs", "passage", "received")
 
     def __init__(
-        self, received: Received | None, outputs: list[Tensor], form: Form | None
+        self, received: Received | None, outputs: list[Tensor], passage: Passage | None
     ) -> None:
         self.received = received
         self.outputs = outputs
-        self.form = form
+        self.passage = passage
         self.later = Deferred()
 
 
@@ -71,10 +71,8 @@ class Step:
         This rank's place among so many.
     features, targets, loss
         See `Pipeline.forward_backward`.
-    size, parts
-        Rows of the batch, and sizes of the axes that split them.
-    microbatches
-        How many there are.
+    cut
+        How features and targets are cut.
     recomputes
         Whether forwards are run again in the backward.
 
@@ -96,9 +94,7 @@ class Step:
         features: Any,
         targets: Any,
         loss: Loss,
-        size: int,
-        parts: Sequence[int],
-        microbatches: int,
+        cut: Cut,
         recomputes: bool,
     ) -> None:
         self._model = model
@@ -109,12 +105,10 @@ class Step:
         self._features = features
         self._targets = targets
         self._loss = loss
-        self._microbatches = microbatches
+        self._cut = cut
         self._recomputes = recomputes
-        self._rows = [
-            rows_of(size, parts, microbatches, number) for number in range(microbatches)
-        ]
         self._scope = random.current()
+        self._trains = any(work.kind != FORWARD for work in program)
         self._live: dict[tuple[int, int], Live] = {}
         self._expected = 0
         self.most_live = 0
@@ -131,11 +125,24 @@ class Step:
     def run(self) -> None:
         """Do all the work. Collective over the model's ranks, in pairs of stages."""
         for number, work in enumerate(self._program):
-            self._expect_up_to(number + 1)
             virtual = work.chunk * self._count + self._stage
-            self._do[work.kind](virtual, work.microbatch, work.chunk)
+            try:
+                self._expect_up_to(number + 1)
+                self._do[work.kind](virtual, work.microbatch, work.chunk)
+            except Exception as error:
+                self._add_note(error, work, virtual)
+                raise
         for edge in self._edges:
             edge.finish()
+
+    def _add_note(self, error: Exception, work: Instruction, virtual: int) -> None:
+        layers = self._model.stages[virtual].layers
+        # Python 3.10 has no notes.
+        add = getattr(error, "add_note", lambda note: None)
+        add(
+            f"in stage {self._stage} of {self._count} stages, layers {layers.start} to "
+            f"{layers.stop - 1}: {work.kind} of microbatch {work.microbatch}"
+        )
 
     def _expect_up_to(self, number: int) -> None:
         """Start receiving what the instructions up to `number` need, and no more.
@@ -152,14 +159,14 @@ class Step:
                 live = self._live.get((work.microbatch, work.chunk))
                 if live is None:
                     return  # Its forward is the very next work.
-                assert live.form is not None
-                self._edges[virtual].expect_gradients(live.form)
+                assert live.passage is not None
+                self._edges[virtual].expect_gradients(live.passage)
             self._expected += 1
 
     def _forward(self, virtual: int, microbatch: int, chunk: int) -> None:
         received = None
         if virtual == 0:
-            signal = cut(self._features, self._microbatches, microbatch)
+            signal = self._cut.take(self._features, microbatch)
         else:
             received = self._edges[virtual - 1].receive(microbatch)
             signal = received.signal
@@ -169,20 +176,21 @@ class Step:
             return self._model.run(stage, signal)
 
         scope = self._scope
-        with random.scope(scope.seed, scope.step, self._rows[microbatch]):
+        with random.scope(scope.seed, scope.step, self._cut.rows(microbatch)):
             run = recompute(layers) if self._recomputes else layers
             signal = run(signal)
             if virtual == len(self._edges):
-                outputs, form = self._measured(signal, microbatch), None
+                outputs, passage = self._measured(signal, microbatch), None
             else:
-                form = self._edges[virtual].send(signal, microbatch)
+                passage = self._edges[virtual].send(signal, microbatch)
                 outputs = _differentiable(signal)
-        self._live[microbatch, chunk] = Live(received, outputs, form)
-        self.most_live = max(self.most_live, len(self._live))
+        if self._trains:
+            self._live[microbatch, chunk] = Live(received, outputs, passage)
+            self.most_live = max(self.most_live, len(self._live))
 
     def _measured(self, predictions: Any, microbatch: int) -> list[Tensor]:
         """The loss of a microbatch, as its backward begins with it."""
-        targets = cut(self._targets, self._microbatches, microbatch)
+        targets = self._cut.take(self._targets, microbatch)
         total, weight = self._loss(predictions, targets)
         with no_grad():
             self.loss_sum = add(self.loss_sum, total.detach())
@@ -206,8 +214,8 @@ class Step:
             if live.outputs:
                 backward(live.outputs, later=later)
         elif live.outputs:
-            assert live.form is not None
-            seeds = self._edges[virtual].receive_gradients(live.form)
+            assert live.passage is not None
+            seeds = self._edges[virtual].receive_gradients(live.passage)
             backward(live.outputs, seeds, later=later)
         live.outputs = []
         if live.received is not None:
@@ -218,14 +226,13 @@ class Step:
         """Return the weight of all microbatches, as `known` gives it for targets."""
         total: Any = 0.0
         with no_grad():
-            for number in range(self._microbatches):
-                targets = cut(self._targets, self._microbatches, number)
-                total = add(total, known(targets))
+            for number in range(self._cut.microbatches):
+                total = add(total, known(self._cut.take(self._targets, number)))
         return total
 
 
 def _differentiable(signal: Any) -> list[Tensor]:
-    """The tensors of a signal that have a history, each once, in the form's order."""
+    """The tensors of a signal that have a history, each once, in the signal's order."""
     tensors = {id(tensor): tensor for tensor in nests.tensors_in(signal)}
     return [tensor for tensor in tensors.values() if tensor.requires_grad]
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 
-from tparmpi.nn import Module, Parameter
+from tparmpi.nn import Parameter
 from tparmpi.tensors import Spec, redistribute
 from tparmpi.tensors.bridge import bridge_between
 
@@ -16,16 +17,15 @@ class Ties:
 
     The owner has the optimizer's state, counts in norms and is saved. Its copies get
     its values, and give it their gradients.
+
+    Parameters
+    ----------
+    parameters
+        Of a model, copies included, in the same order on all ranks.
     """
 
-    def __init__(self, model: Any) -> None:
-        self._copies: list[Parameter] = []
-        if isinstance(model, Module):
-            self._copies = [
-                parameter
-                for _, parameter in model.named_parameters(with_copies=True)
-                if parameter.copy_of is not None
-            ]
+    def __init__(self, parameters: Iterable[Parameter]) -> None:
+        self._copies = [each for each in parameters if each.copy_of is not None]
         self._given: dict[int, int] = {}
 
     def give_values(self) -> None:
@@ -49,6 +49,7 @@ class Ties:
             assert owner is not None
             if owner.requires_grad:
                 self._take_gradient(owner, copy)
+            copy.zero_grad()
 
     def _give_values(self, owner: Parameter, copy: Parameter) -> None:
         bridge = bridge_between(owner.spec.place, copy.spec.place)
@@ -76,7 +77,6 @@ class Ties:
             blocks: list[Any] = []
             if gradient is not None:
                 blocks = [redistribute(gradient.array, gradient.spec, copy.layout)]
-                copy.zero_grad()
             has = [np.array(bool(blocks))]
             specs = [copy.spec] * len(blocks)
             targets = [owner.spec] * len(blocks)

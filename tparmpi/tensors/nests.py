@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable
 from typing import Any
@@ -42,9 +43,19 @@ def replace(value: Any, change: Callable[[Any], Any], leaf: type = Tensor) -> An
     if isinstance(value, dict):
         return {key: replace(item, change, leaf) for key, item in value.items()}
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = [field.name for field in dataclasses.fields(value) if field.init]
-        changed = {name: replace(getattr(value, name), change, leaf) for name in fields}
-        if all(changed[name] is getattr(value, name) for name in fields):
-            return value
-        return dataclasses.replace(value, **changed)
+        return _replace_fields(value, change, leaf)
     return value
+
+
+def _replace_fields(value: Any, change: Callable[[Any], Any], leaf: type) -> Any:
+    """A dataclass with every tensor changed, not made anew: what checks its fields
+    when it is made shall not see what stands for a tensor.
+    """
+    names = [field.name for field in dataclasses.fields(value)]
+    changed = {name: replace(getattr(value, name), change, leaf) for name in names}
+    if all(changed[name] is getattr(value, name) for name in names):
+        return value
+    made = copy.copy(value)
+    for name in names:
+        object.__setattr__(made, name, changed[name])
+    return made

@@ -46,6 +46,7 @@ class scope:
         self.step = step
         self.rows = None if rows is None else tuple(rows)
         self.calls: dict[str, int] = {}
+        self.unnamed = ""
 
     def __enter__(self) -> scope:
         self.calls.clear()
@@ -57,6 +58,7 @@ class scope:
 
     def next_key(self, stream: str) -> Key:
         """Return the key of the next call on `stream`."""
+        stream = stream or self.unnamed
         call = self.calls.get(stream, 0)
         self.calls[stream] = call + 1
         return stream_key(self.seed, stream, call, self.step)
@@ -70,22 +72,41 @@ def current() -> scope:
     return _scopes[-1]
 
 
-State = tuple[int, int, "Rows | None", dict[str, int]]
+class unnamed:
+    """Context that names the streams of random operators that are given none.
+
+    A layer draws the same numbers wherever the layers before it are.
+    """
+
+    def __init__(self, stream: str) -> None:
+        self._stream = stream
+
+    def __enter__(self) -> None:
+        self._scope = current()
+        self._before = self._scope.unnamed
+        self._scope.unnamed = self._stream
+
+    def __exit__(self, *_: object) -> None:
+        self._scope.unnamed = self._before
+
+
+State = tuple[int, int, "Rows | None", dict[str, int], str]
 
 
 def state() -> State:
     """Return what the next numbers drawn depend on, for `replay`. Local."""
     now = current()
-    return now.seed, now.step, now.rows, dict(now.calls)
+    return now.seed, now.step, now.rows, dict(now.calls), now.unnamed
 
 
 class replay:
     """Context in which the numbers that followed a `state` are drawn once more."""
 
     def __init__(self, state: State) -> None:
-        seed, step, rows, calls = state
+        seed, step, rows, calls, stream = state
         self._scope = scope(seed, step, rows)
         self._scope.calls = dict(calls)
+        self._scope.unnamed = stream
 
     def __enter__(self) -> None:
         _scopes.append(self._scope)

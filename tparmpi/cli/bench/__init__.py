@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 
-from tparmpi.cli.bench import collectives, dispatch
+from tparmpi.cli.bench import collectives, dispatch, pipeline
 
-SUMMARY = "measure collectives and operators beside MPI's and NumPy's"
+SUMMARY = "measure collectives, operators and pipelines"
 
-_WHAT = {"collectives": collectives, "dispatch": dispatch}
+_WHAT = {"collectives": collectives, "dispatch": dispatch, "pipeline": pipeline}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
