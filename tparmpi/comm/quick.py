@@ -18,7 +18,7 @@ from tparmpi.comm.abandoned import keep
 from tparmpi.comm.control import Pending, unfit
 from tparmpi.comm.ledger import active
 from tparmpi.comm.rooms import Room, make_room
-from tparmpi.comm.tags import FIRST, fold
+from tparmpi.comm.tags import FIRST, PHASES, start_of
 from tparmpi.comm.transports import host
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
-_SPINS = 20
+_SPINS = range(20)
 # Frames from the record of the call up to the user's.
 _DEPTH = 3
 # Memory that is kept to receive into, in bytes, at most; it is warm.
@@ -56,6 +56,7 @@ class Quick:
         self._others = algorithms.others(transport.rank, transport.size)
         self._sources = self._others[::-1]
         self._is_pair = transport.size == 2
+        self._start, self._tags = start_of(place.id, channel.tag_bound)
         self._rooms: dict[Any, Room] = {}
 
     def run(self, kind: str, array: Any, *arguments: Any) -> Array | None:
@@ -71,7 +72,7 @@ class Quick:
             return None
         place, channel = self._place, self._channel
         sequence = place.sequence
-        tag = fold(place.id, sequence, channel.tag_bound)
+        tag = (self._start + sequence) % self._tags * PHASES  # as tags.fold has it
         if tag in channel.in_flight:
             return None
         place.sequence = sequence + 1
@@ -81,22 +82,27 @@ class Quick:
             tag += FIRST
             incoming, outgoing = room.begin(array)
             if self._is_pair:
-                other = self._others[0]
-                requests = [
-                    self._irecv(incoming[0], other, tag),
-                    self._isend(outgoing[0], other, tag),
-                ]
+                (other,) = self._others
+                receive = self._irecv(incoming[0], other, tag)
+                send = self._isend(outgoing[0], other, tag)
+                for _ in _SPINS:
+                    if receive.Test():
+                        break
+                if not (receive.Test() and send.Test()):
+                    self._wait(kind, [receive, send])
             else:
                 tags = repeat(tag)
                 requests = list(map(self._irecv, incoming, self._sources, tags))
                 requests += map(self._isend, outgoing, self._others, tags)
-            self._wait(kind, requests)
+                self._wait(kind, requests)
             result = room.finish()
         except BaseException as error:
             # Messages may still be under way: the tag stays taken, the room is lost.
             keep(error)
             channel.in_flight.add(tag)
             recorder.break_off(entry)
+            if isinstance(error, MPI.Exception):
+                raise unfit(error, kind) from error
             raise
         recorder.leave(entry)
         self._rooms[key] = room
@@ -107,14 +113,11 @@ class Quick:
         self._rooms.clear()
 
     def _wait(self, kind: str, requests: list[MPI.Request]) -> None:
-        try:
-            for _ in range(_SPINS):
-                while requests[-1].Test():
-                    requests.pop()
-                    if not requests:
-                        return
-        except MPI.Exception as error:
-            raise unfit(error, kind) from error
+        for _ in _SPINS:
+            while requests[-1].Test():
+                requests.pop()
+                if not requests:
+                    return
         pending = Pending()
         members = self._channel.members
         # Sends were started last, and are seen complete first.

@@ -71,6 +71,7 @@ class Room:
     ) -> None:
         self._me = transport.rank
         self._others = algorithms.others(transport.rank, transport.size)
+        self._count = transport.size - 1
         self._combine = combine
         self._dim = dim
         self._parts: list[Any] = [np.empty(shape, dtype) for shape in shapes]
@@ -83,8 +84,7 @@ class Room:
         """Return what to receive, from the last member on, and send, from the next."""
         if self._dim is None:
             self._parts[self._me] = array
-            message = array, array.nbytes, _BYTE
-            return self._incoming, [message] * len(self._others)
+            return self._incoming, [(array, array.nbytes, _BYTE)] * self._count
         blocks = cut(array, self._dim, len(self._parts))
         self._parts[self._me] = blocks[self._me]
         return self._incoming, [_message(blocks[member]) for member in self._others]

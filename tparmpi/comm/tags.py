@@ -12,7 +12,16 @@ _STRIDE = 40_503
 
 def fold(group_id: int, sequence: int, bound: int) -> int:
     """Return an operation's first tag; it and its phases are at most `bound`. Local."""
-    return (group_id * _STRIDE + sequence) % ((bound + 1) // PHASES) * PHASES
+    start, count = start_of(group_id, bound)
+    return (start + sequence) % count * PHASES
+
+
+def start_of(group_id: int, bound: int) -> tuple[int, int]:
+    """Return where a group's tags start, and how many operations have some. Local.
+
+    That of number n are ``(start + n) % count * PHASES`` and those after it.
+    """
+    return group_id * _STRIDE, (bound + 1) // PHASES
 
 
 def describe(ranks: tuple[int, ...]) -> str:
