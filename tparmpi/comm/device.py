@@ -60,6 +60,7 @@ class Device(Place):
         self.transports = transports
         self.backend = get(kind if is_member else "meta")
         self.cache = {}
+        self.specs = {}
         self._group: Group | None = None
 
     def __repr__(self) -> str:

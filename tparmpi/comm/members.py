@@ -49,6 +49,7 @@ class Members(Place):
         self.settings = common_settings(devices)
         self.backend = get(self.kind if self.is_member else "meta")
         self.cache = {}
+        self.specs = {}
         self.is_closed = False
         self.label = "*".join(self.axes)
         self.ranks = ranks

@@ -45,6 +45,8 @@ class Place(ABC):
         Whether tensors made here take part in gradients.
     cache : dict
         For whoever must remember something per place.
+    specs : dict
+        What is known of the tensors that lie here.
     """
 
     devices: tuple[Device, ...]
@@ -59,6 +61,7 @@ class Place(ABC):
     backend: Backend
     is_autodiff: bool = False
     cache: dict[Any, Any]
+    specs: dict[Any, Any]
 
     _autodiff: Autodiff | None = None
 
@@ -98,6 +101,7 @@ class Autodiff(Place):
         self.coordinates = place.coordinates
         self.backend = place.backend
         self.cache = place.cache
+        self.specs = place.specs
 
     def __repr__(self) -> str:
         return f"{self._inner!r}.autodiff()"

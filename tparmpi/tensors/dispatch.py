@@ -17,7 +17,7 @@ from tparmpi.tensors.contract import check_forward
 from tparmpi.tensors.plan import Plan
 from tparmpi.tensors.redistribute import follow
 from tparmpi.tensors.regather import Kept
-from tparmpi.tensors.spec import describe_layout
+from tparmpi.tensors.spec import MOST_PLANS, describe_layout, remember
 from tparmpi.tensors.tape import Leaf, Node, OperatorCall, ShellCall, mode
 from tparmpi.tensors.tensor import Tensor
 
@@ -231,7 +231,7 @@ def _make_plan(
     plan = Plan(operator, attributes, specs, names)
     if not plan.gathered or all(name is None for name in names):
         key = (operator, attributes, *specs[1:])
-        specs[0].plans[key] = plan
+        remember(specs[0].plans, key, plan, MOST_PLANS)
     return plan
 
 

@@ -11,6 +11,12 @@ import numpy as np
 from tparmpi.comm import Place
 from tparmpi.sharding import Layout, block
 
+MOST_SPECS = 1 << 15
+"""Specs that a place remembers; with their plans some 10 KB each."""
+
+MOST_PLANS = 1 << 12
+"""Plans that a spec remembers; some 3 KB each."""
+
 
 class Spec:
     """Place, global shape, dtype and layout of a tensor.
@@ -29,7 +35,7 @@ class Spec:
     layout
         One placement for each axis of the place.
     plans
-        Operator plans of which this is the first operand's spec.
+        Operator plans of which this is the first operand's spec; see `remember`.
     """
 
     def __init__(
@@ -91,13 +97,28 @@ class Spec:
 def spec_of(
     place: Place, shape: tuple[int, ...], dtype: np.dtype[Any], layout: Layout
 ) -> Spec:
-    """Return the one spec of `place`, `shape`, `dtype` and `layout`."""
-    table = place.cache
+    """Return the one spec of `place`, `shape`, `dtype` and `layout`.
+
+    One that is forgotten is made anew, with plans of its own.
+    """
+    table = place.specs
     key = (shape, dtype, layout)
     spec: Spec | None = table.get(key)
     if spec is None:
-        spec = table[key] = Spec(place, shape, dtype, layout)
+        spec = Spec(place, shape, dtype, layout)
+        remember(table, key, spec, MOST_SPECS)
     return spec
+
+
+def remember(table: dict[Any, Any], key: Any, value: Any, most: int) -> None:
+    """Put a value that can be made again into a table of at most `most`. Local.
+
+    A full table forgets its oldest entry: programs whose shapes or slices never come
+    again do not grow.
+    """
+    if len(table) >= most:
+        table.pop(next(iter(table)), None)
+    table[key] = value
 
 
 def describe_layout(spec: Spec) -> str:
