@@ -221,6 +221,9 @@ def test_mistakes_are_told(group):
     uneven = tpm.local_map(lambda x: x[group.rank :], None, rows)
     with pytest.raises(tpm.ShapeError, match="by the chunk rule they hold"):
         uneven(x)
+    other = tpm.local_map(lambda x: x[:, : 1 + group.rank], None, rows)
+    with pytest.raises(tpm.ShapeError, match="must agree in their dtype"):
+        other(x)
     y = laid_out(values(4, 3), group.autodiff()).require_grad()
     wrong = tpm.local_map(
         lambda x: (x, None), None, None, backward=lambda saved, grad: grad

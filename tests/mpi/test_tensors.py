@@ -205,6 +205,37 @@ def test_from_local_takes_blocks_of_the_chunk_rule():
         tpm.from_local(uneven, group, Shard(0), shape=(9, 2))
 
 
+def test_from_local_refuses_alike_on_all_ranks():
+    group = tpm.group(tpm.devices())
+    first = group.rank == 0
+    for block, words in [
+        (np.zeros((3 if group.rank == 1 else 2, 3)), "by the chunk rule they hold"),
+        (np.zeros((2, 4 if first else 3)), "must agree in their dtype and all other"),
+        (np.zeros((2, 3), "f4" if first else "f8"), "must agree in their dtype"),
+        (np.zeros((2, 3, 1) if first else (2, 3)), "must agree in their dtype"),
+    ]:
+        with pytest.raises(tpm.ShapeError, match=words):
+            tpm.from_local(block, group, Shard(0))
+    with pytest.raises(tpm.UsageError, match="the block is a list"):
+        tpm.from_local([1.0, 2.0], group, Shard(0))
+
+
+def test_shapes_and_slices_that_never_come_again_are_forgotten(monkeypatch):
+    monkeypatch.setattr("tparmpi.tensors.spec.MOST_SPECS", 16)
+    monkeypatch.setattr("tparmpi.tensors.dispatch.MOST_PLANS", 8)
+    group = tpm.group(tpm.devices())
+    rows = np.arange(240.0).reshape(80, 3)
+    x = tpm.tensor(rows, group.autodiff()).require_grad()
+    for i in range(1, 40):
+        part = x[i : 2 * i].with_sharding(Shard(0), allow_empty=True)
+        (part.tanh() * 2).sum().backward()
+        np.testing.assert_array_equal(part.numpy(), rows[i : 2 * i])
+    assert len(x.spec.plans) <= 8 and len(group.specs) <= 16
+    turns = np.array([sum(i <= row < 2 * i for i in range(1, 40)) for row in range(80)])
+    expected = turns[:, None] * 2 * (1 - np.tanh(rows) ** 2)
+    np.testing.assert_allclose(x.grad.numpy(), expected, rtol=1e-9, atol=1e-12)
+
+
 def test_ranks_outside_a_group_hold_shells():
     group = tpm.group(tpm.devices()[1:3])
     tensor = tpm.tensor(np.arange(12.0).reshape(3, 4), group.autodiff()).require_grad()

@@ -9,7 +9,8 @@ import numpy as np
 from tparmpi.backend import MetaArray
 from tparmpi.comm import Place
 from tparmpi.errors import ShapeError, UsageError
-from tparmpi.sharding import Placement, Shard, replicated
+from tparmpi.sharding import Placement, replicated
+from tparmpi.tensors.blocks import shape_of_blocks
 from tparmpi.tensors.request import plain_place, requested_layout
 from tparmpi.tensors.spec import spec_of
 from tparmpi.tensors.tensor import Tensor
@@ -81,15 +82,24 @@ def from_local(
     Raises
     ------
     ShapeError
-        If the blocks are not those of the chunk rule.
+        If the blocks are not those of the chunk rule. Without `shape` on all members,
+        as where the blocks differ in dtype or other dims.
+    UsageError
+        If the block is no array.
     """
     inner = plain_place("from_local", place)
+    if not hasattr(array, "dtype"):
+        raise UsageError(
+            f"from_local: the block is a {type(array).__name__}, not an array; make "
+            "it one with numpy.asarray"
+        )
     base = replicated(len(inner.shape))
     ndim = len(shape) if shape is not None else np.ndim(array)
     dtype = np.dtype(array.dtype).newbyteorder("=")
     layout = requested_layout("from_local", inner, ndim, base, sharding, by_axis)
     if shape is None:
-        shape = _global_shape(tuple(array.shape), inner, layout)
+        remedy = "give the global shape with shape=..."
+        shape = shape_of_blocks("from_local", inner, array, layout, remedy)
     spec = spec_of(inner, tuple(shape), dtype, layout)
     if not inner.is_member:
         return Tensor(spec, MetaArray(spec.local_shape, dtype), place, cell=[0])
@@ -105,19 +115,6 @@ def from_local(
     else:
         result._array = array.copy()
     return result
-
-
-def _global_shape(
-    local: tuple[int, ...], place: Place, layout: tuple[Placement, ...]
-) -> tuple[int, ...]:
-    shape = list(local)
-    for axis in reversed(range(len(layout))):
-        placement = layout[axis]
-        group = place.axis_group(axis)
-        if isinstance(placement, Shard) and group.size > 1:
-            length = np.asarray(shape[placement.dim], np.int64)
-            shape[placement.dim] = int(group.all_reduce(length))
-    return tuple(shape)
 
 
 def _with_default_dtype(value: Any, place: Place) -> np.ndarray[Any, Any]:

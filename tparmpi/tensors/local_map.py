@@ -10,7 +10,7 @@ import numpy as np
 from tparmpi.backend import MetaArray
 from tparmpi.comm import Place
 from tparmpi.comm.ledger import current
-from tparmpi.errors import AutodiffError, ShapeError, ShardingError, UsageError
+from tparmpi.errors import AutodiffError, ShardingError, UsageError
 from tparmpi.sharding import (
     PARTIAL,
     REPLICATE,
@@ -19,10 +19,10 @@ from tparmpi.sharding import (
     Placement,
     Replicate,
     Shard,
-    chunk_sizes,
     replicated,
 )
 from tparmpi.tensors import tape
+from tparmpi.tensors.blocks import shape_of_blocks
 from tparmpi.tensors.contract import check_backward, check_forward
 from tparmpi.tensors.passes import Pass
 from tparmpi.tensors.request import requested_layout
@@ -296,9 +296,10 @@ def _run(
         made, saved = made
     arrays = _arrays(name, made, count)
     if shapes is None:
+        remedy = "tell local_map the outputs' shapes with shapes=..."
         shapes = [
-            _found_shape(
-                name, place, array.shape, _layout(name, place, array.ndim, out)
+            shape_of_blocks(
+                name, place, array, _layout(name, place, array.ndim, out), remedy
             )
             for array, out in zip(arrays, outs, strict=True)
         ]
@@ -374,41 +375,6 @@ def _specs(
         )
         for shape, out, dtype in zip(shapes, outs, given, strict=True)
     )
-
-
-def _found_shape(name: str, place: Place, local: Shape, layout: Layout) -> Shape:
-    """The global shape of blocks of which this rank's is `local`.
-
-    Collective over the axes that shard a dim.
-
-    Raises
-    ------
-    ShapeError
-        On all members, if the blocks are not those of the chunk rule.
-    """
-    if place.kind == "meta":
-        raise UsageError(
-            f"{name}: a simulated mesh does not know the other ranks' blocks; tell "
-            "local_map the outputs' shapes with shapes=..."
-        )
-    shape = list(local)
-    for axis in reversed(range(len(layout))):
-        placement = layout[axis]
-        group = place.axis_group(axis)
-        if not isinstance(placement, Shard) or group.size == 1:
-            continue
-        dim = placement.dim
-        own = np.array([shape[dim]], np.int64)
-        found = group.all_gather(own, 0, (1,) * group.size)
-        lengths = [int(length) for length in found]
-        shape[dim] = sum(lengths)
-        if lengths != list(chunk_sizes(shape[dim], group.size)):
-            raise ShapeError(
-                f"{name}: dim {dim} is sharded over axis '{place.axes[axis]}', whose "
-                f"members returned {lengths} of it; by the chunk rule they hold "
-                f"{list(chunk_sizes(shape[dim], group.size))}"
-            )
-    return tuple(shape)
 
 
 def _recorded(
