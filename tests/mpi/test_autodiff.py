@@ -31,6 +31,12 @@ def test_a_plain_device_records_nothing(group):
     y = tpm.tensor(columns(4, 4), group.autodiff()).require_grad()
     with tpm.no_grad():
         assert (y @ y).node is None
+        with tpm.no_grad():
+            pass
+        assert (y @ y).node is None
+    again = tpm.no_grad()
+    with again, again:
+        pass
     mixed = x @ y
     assert mixed.requires_grad and mixed.device is group.autodiff()
 

@@ -257,6 +257,11 @@ def test_gradients_share_no_memory(group, view):
     x.zero_grad()
     x.grad = y.grad
     assert not np.shares_memory(x.grad.array, y.grad.array)
+    with pytest.raises(tpm.UsageError, match="is no tensor"):
+        x.grad = values(4, 4)
+    with pytest.raises(tpm.ShapeError, match="must have the shape"):
+        x.grad = tpm.tensor(values(4), group)
+    np.testing.assert_array_equal(x.grad.numpy(), y.grad.numpy())
 
 
 def test_a_view_read_in_many_layouts_is_reduced_once(group):

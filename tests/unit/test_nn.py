@@ -196,3 +196,16 @@ def test_the_input_must_fit(place):
     layer = nn.Linear((2, 3), 4, place).initialize(0)
     with pytest.raises(tpm.ShapeError, match="linear: dim 1 of operand 1"):
         layer(tpm.tensor(np.ones((5, 2, 4), "float32"), place))
+
+
+def test_a_parameter_is_not_lost_to_a_result():
+    module = nn.Linear(2, 3, tpm.device().autodiff()).initialize(seed=0)
+    weight = module.weight
+    with pytest.raises(tpm.UsageError, match="neither trained nor saved"):
+        module.weight += 1
+    assert module.weight is weight and len(list(module.parameters())) == 2
+    module.weight = nn.Parameter((2, 3), tpm.device())
+    assert module.weight is not weight
+    del module.bias
+    module.bias = tpm.tensor(np.zeros(3), tpm.device())
+    assert len(list(module.parameters())) == 1

@@ -316,3 +316,13 @@ def test_repeated_indices_get_all_gradients():
     x = tpm.tensor(values(3), tpm.device().autodiff()).require_grad()
     x[on_device(np.array([1, 1, 0, 1, -2]))].sum().backward()
     np.testing.assert_array_equal(x.grad.numpy(), [1, 4, 0])
+
+
+def test_reshape_takes_a_number_and_no_fractions():
+    x = tpm.tensor(np.arange(6.0).reshape(3, 2), tpm.device())
+    assert x.reshape(6).shape == x.reshape(-1).shape == x.reshape([6]).shape == (6,)
+    assert x.reshape(np.array([2, 3])).shape == (2, 3)
+    with pytest.raises(TypeError, match="integer"):
+        x.reshape((2.5, 3))
+    with pytest.raises(tpm.ShapeError, match="do not fit"):
+        x.reshape(5)

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 from tparmpi.errors import UsageError
 from tparmpi.nn.parameter import Parameter
+from tparmpi.tensors import Tensor
 
 _Self = TypeVar("_Self", bound="Module")
 
@@ -40,6 +41,23 @@ class Module:
     training: bool = True
     path: str | None = None
     forward: Callable[..., Any]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute.
+
+        Raises
+        ------
+        UsageError
+            If a parameter would be lost to an operator's result, as by ``self.w += 1``.
+        """
+        plain = isinstance(value, Tensor) and not isinstance(value, Parameter)
+        if plain and isinstance(self.__dict__.get(name), Parameter):
+            raise UsageError(
+                f"'{name}' is a parameter, and a tensor in its place would be neither "
+                "trained nor saved; overwrite its values with write_local(array), or "
+                "delete the attribute first"
+            )
+        object.__setattr__(self, name, value)
 
     def __call__(self, *inputs: Any, **keywords: Any) -> Any:
         """Return ``forward(...)``."""

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from functools import lru_cache
 from itertools import accumulate, pairwise
 from math import prod
-from operator import mul
+from numbers import Integral
+from operator import index, mul
 from typing import Any
 
 from tparmpi.backend import dtypes
@@ -133,7 +134,7 @@ def _must_move(x: Tensor, shape: tuple[int, ...]) -> bool:
 
 
 @method
-def reshape(x: Tensor, shape: tuple[int, ...]) -> Tensor:
+def reshape(x: Tensor, shape: int | Sequence[int]) -> Tensor:
     """Return the elements of `x`, in C order, in another shape.
 
     Of a dim that is split or merged only the leading factor may be sharded, and its
@@ -145,14 +146,15 @@ def reshape(x: Tensor, shape: tuple[int, ...]) -> Tensor:
     Parameters
     ----------
     shape
-        One dim may be -1 and is worked out.
+        A number, or one for each dim, of which one may be -1 and is worked out.
 
     Raises
     ------
     ShapeError
         If the numbers of elements differ.
     """
-    wanted = tuple(int(n) for n in shape)
+    given = (shape,) if isinstance(shape, int | Integral) else tuple(shape)
+    wanted = tuple(index(n) for n in given)
     if wanted.count(-1) == 1:
         known = prod(n for n in wanted if n != -1)
         if known and x.size % known == 0:
@@ -160,7 +162,7 @@ def reshape(x: Tensor, shape: tuple[int, ...]) -> Tensor:
     if any(n < 0 for n in wanted) or prod(wanted) != x.size:
         raise ShapeError(
             f"reshape: a tensor of shape {x.shape} has {x.size} elements, which do not "
-            f"fit the shape {tuple(shape)}"
+            f"fit the shape {given}"
         )
     result: Tensor = _reshape(x, shape=wanted, moved=_must_move(x, wanted))
     return result

@@ -464,23 +464,29 @@ def position() -> int:
 class no_grad:
     """Context in which nothing is recorded on the tape. Local."""
 
+    def __init__(self) -> None:
+        self._before: list[bool] = []
+
     def __enter__(self) -> None:
-        self._before = mode.recording
+        self._before.append(mode.recording)
         mode.recording = False
 
     def __exit__(self, *_: object) -> None:
-        mode.recording = self._before
+        mode.recording = self._before.pop()
 
 
 class no_implicit_gather:
     """Context in which an operator that would gather a shard raises `ShardingError`."""
 
+    def __init__(self) -> None:
+        self._before: list[bool] = []
+
     def __enter__(self) -> None:
-        self._before = mode.gathering
+        self._before.append(mode.gathering)
         mode.gathering = False
 
     def __exit__(self, *_: object) -> None:
-        mode.gathering = self._before
+        mode.gathering = self._before.pop()
 
 
 def ones_like(spec: Spec) -> Any:

@@ -9,7 +9,13 @@ import numpy as np
 
 from tparmpi.backend import MetaArray
 from tparmpi.comm import Place
-from tparmpi.errors import AutodiffError, DeviceError, ShapeError, ShardingError
+from tparmpi.errors import (
+    AutodiffError,
+    DeviceError,
+    ShapeError,
+    ShardingError,
+    UsageError,
+)
 from tparmpi.sharding import Layout, Placement, replicated
 from tparmpi.tensors import tape
 from tparmpi.tensors.protocol import Protocol
@@ -182,13 +188,19 @@ class Tensor(Protocol):
                 "grad: only a tensor on which require_grad() was called has a gradient"
             )
         slot = self.node.slots[0]
-        slot.sums.clear()
         if value is not None:
+            if not isinstance(value, Tensor):
+                raise UsageError(
+                    f"grad: a {type(value).__name__} is no tensor; make it one with "
+                    "tpm.tensor(array, group)"
+                )
             if value.shape != self.shape or value.spec.place is not self.spec.place:
                 raise ShapeError(
                     f"grad: the gradient must have the shape {self.shape} and the "
                     f"place of its tensor; its shape is {value.shape}"
                 )
+        slot.sums.clear()
+        if value is not None:
             slot.add(value.array.copy(), value.layout, owned=True)
 
     def take_grad(self, array: Any, layout: Layout) -> None:
