@@ -67,9 +67,12 @@ class Quick:
         if type(array) is not np.ndarray or active or not array.flags.c_contiguous:
             return None
         key = kind, arguments, array.dtype, array.shape
-        room = self._rooms.pop(key, None) or self._new_room(kind, array, arguments)
+        room = self._rooms.get(key)
         if room is None:
-            return None
+            room = self._new_room(kind, array, arguments)
+            if room is None:
+                return None
+            self._rooms[key] = room
         place, channel = self._place, self._channel
         sequence = place.sequence
         tag = (self._start + sequence) % self._tags * PHASES  # as tags.fold has it
@@ -87,8 +90,10 @@ class Quick:
                 send = self._isend(outgoing[0], other, tag)
                 for _ in _SPINS:
                     if receive.Test():
+                        if not send.Test():
+                            self._wait(kind, [send])
                         break
-                if not (receive.Test() and send.Test()):
+                else:
                     self._wait(kind, [receive, send])
             else:
                 tags = repeat(tag)
@@ -98,6 +103,7 @@ class Quick:
             result = room.finish()
         except BaseException as error:
             # Messages may still be under way: the tag stays taken, the room is lost.
+            self._rooms.pop(key, None)
             keep(error)
             channel.in_flight.add(tag)
             recorder.break_off(entry)
@@ -105,7 +111,6 @@ class Quick:
                 raise unfit(error, kind) from error
             raise
         recorder.leave(entry)
-        self._rooms[key] = room
         return result
 
     def forget(self) -> None:
