@@ -115,3 +115,30 @@ def test_alone_it_starts_no_mpi(tmp_path):
     for command in ("ls", "show", "verify"):
         done = ckpt(command, folder, program=program)
         assert done.returncode == 0, done.stderr
+
+
+def test_weights_go_out_and_come_in(tmp_path):
+    folder = write(tmp_path / "a", {"model/w": unique((4, 300), np.float32)})
+    out = ckpt("export", folder, tmp_path / "model.safetensors")
+    assert out.returncode == 0, out.stderr
+    assert out.stdout == f"{folder}: exported to {tmp_path}/model.safetensors\n"
+    many = ckpt("export", folder, tmp_path / "many", "--max-file-bytes=100", "--json")
+    assert json.loads(many.stdout)["path"] == f"{tmp_path}/many"
+    for source in ("model.safetensors", "many"):
+        back = tmp_path / f"back-{source}"
+        come = ckpt("import", tmp_path / source, back, "--remap", "^w$", "v.w")
+        assert come.returncode == 0, come.stderr
+        assert list(json.loads(ckpt("show", back, "--json").stdout)["tensors"]) == [
+            "model/v/w"
+        ]
+    wrong = ckpt("import", folder, tmp_path / "c")
+    assert wrong.returncode == 1
+    assert "holds no safetensors files" in wrong.stderr
+
+
+def test_reshard_changes_the_number_of_files(tmp_path):
+    folder = write(tmp_path / "a", samples())
+    done = ckpt("reshard", folder, tmp_path / "b")
+    assert done.returncode == 0, done.stderr
+    assert ckpt("diff", folder, tmp_path / "b").returncode == 0
+    assert len(list((tmp_path / "b").glob("data-*"))) == 1

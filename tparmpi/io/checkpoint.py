@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any
 
 import numpy as np
 
@@ -18,6 +18,13 @@ from tparmpi.comm import agree, long_work, world
 from tparmpi.errors import CheckpointError
 from tparmpi.io import format as fmt
 from tparmpi.io import publish
+from tparmpi.io.agreement import (
+    on_all_ranks,
+    on_rank_zero,
+    refuse_disagreement,
+    sentence,
+)
+from tparmpi.io.copies import convert, export
 from tparmpi.io.inspection import (
     Difference,
     Summary,
@@ -27,30 +34,38 @@ from tparmpi.io.inspection import (
     inspect,
     verify,
 )
+from tparmpi.io.loading import load
 from tparmpi.io.planner import (
-    Box,
     Piece,
     TensorDescription,
     blocks_of,
     digest_of,
     make_plan,
 )
-from tparmpi.io.reader import HDF5_ERRORS, BlockReader, Index, read_index
-from tparmpi.io.report import LoadReport, Wanted, compare, refuse_mismatch
+from tparmpi.io.reader import HDF5_ERRORS
+from tparmpi.io.report import LoadReport
+from tparmpi.io.state import HasState, HasSteps, path_of, state_of
+from tparmpi.io.transforms import Interleave, Merge, Split, Transpose, Unflatten
 from tparmpi.io.writer import Header, Shard, write_data_file, write_index
-from tparmpi.sharding import Partial
 from tparmpi.tensors import Tensor
 
 __all__ = [
     "Difference",
     "HasState",
     "HasSteps",
+    "Interleave",
     "LoadReport",
+    "Merge",
+    "Split",
     "Summary",
     "TensorSummary",
+    "Transpose",
+    "Unflatten",
     "ValueDifference",
     "checkpoints",
+    "convert",
     "diff",
+    "export",
     "inspect",
     "latest",
     "load",
@@ -60,21 +75,7 @@ __all__ = [
     "verify",
 ]
 
-Result = TypeVar("Result")
 Descriptions = dict[str, TensorDescription]
-
-
-class HasState(Protocol):
-    """A model: named tensors, the same names in the same order on every rank."""
-
-    def state_dict(self) -> Mapping[str, Tensor]:
-        """Return the tensors by name."""
-
-
-class HasSteps(HasState, Protocol):
-    """An optimizer: named tensors and a count of steps."""
-
-    steps: int
 
 
 def save(
@@ -123,86 +124,30 @@ def save(
 
     def prepare() -> tuple[Path, Header, dict[str, Tensor], Descriptions]:
         header = _header(step, seed, position, optimizer, extra)
-        named = _state(model, optimizer)
+        named = state_of(model, optimizer)
         described = {name: _describe(name, tensor) for name, tensor in named.items()}
         return _new_path(path), header, named, described
 
-    path, header, named, description = _on_all_ranks(prepare)
+    path, header, named, description = on_all_ranks(prepare)
     everyone = world()
     digest = digest_of(description.values())
     told = everyone.all_gather_object((digest, publish.new_save_id()))
-    _refuse_disagreement("save", [theirs for theirs, _ in told])
+    refuse_disagreement("save", [theirs for theirs, _ in told])
     header = replace(header, save_id=told[0][1])
     plan = make_plan(description.values())
     saving = f"save the checkpoint {path}"
     temp = publish.temporary(path, header.save_id)
-    _on_rank_zero(saving, lambda: _prepare(path, temp))
+    on_rank_zero(saving, lambda: _prepare(path, temp))
     try:
         checksums = _write_shards(saving, temp, header.save_id, named, plan)
-        _on_rank_zero(
+        on_rank_zero(
             saving, lambda: _publish(temp, path, header, description, plan, checksums)
         )
     except CheckpointError:
         # What cannot be removed now, the next save removes.
-        _on_rank_zero(saving, lambda: publish.discard(temp))
+        on_rank_zero(saving, lambda: publish.discard(temp))
         raise
     return path
-
-
-def load(
-    path: str | Path,
-    model: HasState,
-    optimizer: HasSteps | None = None,
-    *,
-    strict: bool = True,
-) -> LoadReport:
-    """Read a checkpoint into a model, whatever layout either has.
-
-    Collective over all ranks. Each rank reads its own blocks only and verifies their
-    checksums. Nothing is written to the model or the optimizer before every rank has
-    read all it needs, for which each holds a second copy of its blocks for a moment.
-
-    Parameters
-    ----------
-    path : str or Path
-        The checkpoint's folder.
-    model : object with state_dict()
-    optimizer : object with state_dict() and steps, optional
-        Without it, the checkpoint's optimizer state is skipped.
-    strict : bool, default True
-        Whether tensors that one side lacks, or that differ in shape or dtype, are an
-        error; else they are left as they are and the report names them.
-
-    Returns
-    -------
-    LoadReport
-
-    Raises
-    ------
-    CheckpointError
-        On every rank; the model and the optimizer are as they were.
-    """
-
-    def prepare() -> tuple[Path, dict[str, Tensor], Wanted]:
-        named = _state(model, optimizer)
-        wanted = {
-            name: (tensor.shape, fmt.supported_dtype(name, tensor.dtype))
-            for name, tensor in named.items()
-        }
-        return _path(path), named, wanted
-
-    path, named, wanted = _on_all_ranks(prepare)
-    _refuse_disagreement("load", world().all_gather_object(_digest(wanted)))
-    index = _on_rank_zero(f"load {path}", lambda: read_index(path))
-    report = compare(path, index, wanted, optimizer is not None)
-    if strict:
-        refuse_mismatch(report, index, wanted)
-    arrays = _read_blocks(path, index, named, report.applied)
-    for name, array in arrays.items():
-        named[name].write_local(array)
-    if optimizer is not None and index.header.optimizer_steps is not None:
-        optimizer.steps = index.header.optimizer_steps
-    return report
 
 
 def latest(folder: str | Path) -> Path | None:
@@ -219,7 +164,7 @@ def checkpoints(folder: str | Path) -> list[Path]:
 
     One that an interrupted save of the same step has moved aside is among them.
     """
-    found = _on_rank_zero(
+    found = on_rank_zero(
         f"list the checkpoints in {folder}", lambda: publish.published(Path(folder))
     )
     return [path for _, path in found]
@@ -260,7 +205,7 @@ def prune(folder: str | Path, keep: int) -> list[Path]:
             publish.withdraw(path)
         return old
 
-    return _on_rank_zero(f"remove old checkpoints from {folder}", remove)
+    return on_rank_zero(f"remove old checkpoints from {folder}", remove)
 
 
 def step_path(folder: str | Path, step: int) -> Path:
@@ -272,23 +217,6 @@ def step_path(folder: str | Path, step: int) -> Path:
         The step is negative or no integer.
     """
     return Path(folder) / publish.step_name(step)
-
-
-def _state(model: HasState, optimizer: HasState | None) -> dict[str, Tensor]:
-    named = fmt.dataset_names(fmt.MODEL, model.state_dict())
-    if optimizer is not None:
-        named |= fmt.dataset_names(fmt.OPTIMIZER, optimizer.state_dict())
-    for name, tensor in named.items():
-        if not isinstance(tensor, Tensor):
-            raise CheckpointError(
-                f"'{name}' is a {type(tensor).__name__}; a checkpoint holds tensors"
-            )
-        if any(isinstance(placement, Partial) for placement in tensor.layout):
-            raise CheckpointError(
-                f"'{name}' is a pending sum (Partial), whose value no rank has yet; "
-                "call with_sharding(Replicate()) on it first"
-            )
-    return named
 
 
 def _describe(name: str, tensor: Tensor) -> TensorDescription:
@@ -320,77 +248,14 @@ def _header(
     return Header("", fmt.integer("step", step), seed, position, steps, extra)
 
 
-def _path(path: str | Path) -> Path:
-    try:
-        return Path(path)
-    except TypeError as error:
-        raise CheckpointError(
-            f"a checkpoint's path must be a text or a Path, it is {path!r}"
-        ) from error
-
-
 def _new_path(path: str | Path) -> Path:
-    new = _path(path)
+    new = path_of(path)
     if new.name in ("", ".."):
         raise CheckpointError(
             f"cannot save a checkpoint to {str(path)!r}: that names no folder of its "
             f"own; give a new one in it, such as {publish.step_name(0)}"
         )
     return new
-
-
-def _digest(wanted: Wanted) -> str:
-    descriptions = (
-        TensorDescription(name, shape, dtype, fmt.itemsize(dtype), ())
-        for name, (shape, dtype) in wanted.items()
-    )
-    return digest_of(descriptions)
-
-
-def _refuse_disagreement(what: str, digests: list[str]) -> None:
-    others = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
-    if others:
-        raise CheckpointError(
-            f"{what}: rank {others[0]} has other tensors (names, shapes, dtypes or "
-            "layouts) than rank 0; every rank must build the whole model, as shells "
-            "where it is no member"
-        )
-
-
-def _on_all_ranks(work: Callable[[], Result]) -> Result:
-    """Do local work on every rank; one that refuses makes all refuse."""
-    result: Result | None = None
-    problem: CheckpointError | None = None
-    try:
-        result = work()
-    except CheckpointError as error:
-        problem = error
-    agree(problem)
-    return cast(Result, result)
-
-
-def _on_rank_zero(what: str, work: Callable[[], Result]) -> Result:
-    """Do work on rank 0; give its result to all ranks, or raise its error on all."""
-    everyone = world()
-    result: Result | None = None
-    problem: str | None = None
-    cause: Exception | None = None
-    if everyone.rank == 0:
-        try:
-            with long_work(what):
-                result = work()
-        except (CheckpointError, *HDF5_ERRORS) as error:
-            problem, cause = _sentence(what, error), error
-    result, problem = everyone.broadcast_object((result, problem))
-    if problem is not None:
-        raise CheckpointError(problem) from cause
-    return result
-
-
-def _sentence(what: str, error: BaseException) -> str:
-    if isinstance(error, CheckpointError):
-        return str(error)
-    return f"cannot {what}: {fmt.reason(error)}"
 
 
 def _prepare(path: Path, temp: Path) -> None:
@@ -423,7 +288,7 @@ def _write_shards(
             with long_work(what):
                 own = write_data_file(path, save_id, shards)
     except (CheckpointError, *HDF5_ERRORS) as error:
-        problem = CheckpointError(f"rank {everyone.rank}: {_sentence(what, error)}")
+        problem = CheckpointError(f"rank {everyone.rank}: {sentence(what, error)}")
     agree(problem)
     merged: dict[str, dict[int, np.ndarray]] = {name: {} for name in plan}
     for rank, theirs in enumerate(everyone.all_gather_object(own)):
@@ -453,23 +318,3 @@ def _publish(
     write_index(temp / fmt.INDEX_NAME, header, tensors, plan, checksums)
     fmt.sync(temp)
     publish.publish(temp, path, header.save_id)
-
-
-def _read_blocks(
-    path: Path, index: Index, named: Mapping[str, Tensor], names: list[str]
-) -> dict[str, np.ndarray]:
-    """Each tensor's block on this rank, once every rank has read all of its own."""
-    arrays: dict[str, np.ndarray] = {}
-    problem: CheckpointError | None = None
-    try:
-        with long_work(f"load {path}"), BlockReader(path, index) as reader:
-            for name in names:
-                tensor = named[name]
-                if not tensor.is_shell:
-                    spec = tensor.spec
-                    box = Box(tuple(spec.local_offset), tuple(spec.local_shape))
-                    arrays[name] = reader.read(name, box)
-    except CheckpointError as error:
-        problem = error
-    agree(problem)
-    return arrays

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from tparmpi.errors import CheckpointError
 from tparmpi.io import format as fmt
-from tparmpi.io.reader import Index, StoredTensor
+from tparmpi.io.views import View, castable
+from tparmpi.io.writer import Header
 
 Wanted = Mapping[str, tuple[tuple[int, ...], str]]
 
@@ -34,7 +35,7 @@ class LoadReport:
         Tensors that were read, by their path in the checkpoint.
     skipped : list of str
         Tensors in the checkpoint that belong to a part that was not asked for (the
-        optimizer's, when no optimizer is given).
+        optimizer's, when no optimizer is given; what `only` leaves out).
     missing : list of str
         Tensors of the model or optimizer that the checkpoint lacks.
     unused : list of str
@@ -57,27 +58,33 @@ class LoadReport:
 
 def compare(
     path: Path,
-    index: Index,
+    header: Header,
+    stored: Mapping[str, View],
     wanted: Wanted,
+    *,
     with_optimizer: bool,
+    chosen: Callable[[str], bool],
+    cast: bool,
 ) -> LoadReport:
     """Match a checkpoint's tensors with the shapes and dtypes wanted, by path."""
-    header = index.header
     report = LoadReport(
         path, header.step, header.seed, header.position, dict(header.extra)
     )
     for name, (shape, dtype) in wanted.items():
-        stored = index.tensors.get(name)
-        if stored is None:
+        if not chosen(name):
+            continue
+        if name not in stored:
             report.missing.append(name)
             continue
-        differences = _differences(stored, shape, dtype)
+        differences = _differences(name, stored[name], shape, dtype, cast)
         report.errors += differences
         if not differences:
             report.applied.append(name)
     asked = {fmt.MODEL, fmt.OPTIMIZER} if with_optimizer else {fmt.MODEL}
-    for name in index.tensors:
-        if name not in wanted:
+    for name in stored:
+        if not chosen(name):
+            report.skipped.append(name)
+        elif name not in wanted:
             part = name.partition("/")[0]
             (report.unused if part in asked else report.skipped).append(name)
     if with_optimizer and header.optimizer_steps is None:
@@ -85,25 +92,29 @@ def compare(
     return report
 
 
-def _differences(stored: StoredTensor, shape: tuple[int, ...], dtype: str) -> list[str]:
+def _differences(
+    name: str, stored: View, shape: tuple[int, ...], dtype: str, cast: bool
+) -> list[str]:
     found = []
     if stored.shape != shape:
         found.append(
-            f"'{stored.name}' has shape {stored.shape} in the checkpoint and {shape} "
-            "here"
+            f"'{name}' has shape {stored.shape} in the checkpoint and {shape} here"
         )
-    if stored.dtype != dtype:
+    if stored.dtype != dtype and not (cast and castable(stored.dtype, dtype)):
+        remedy = " (dtype='cast' converts it)" if castable(stored.dtype, dtype) else ""
         found.append(
-            f"'{stored.name}' is {stored.dtype} in the checkpoint and {dtype} here"
+            f"'{name}' is {stored.dtype} in the checkpoint and {dtype} here{remedy}"
         )
     return found
 
 
-def refuse_mismatch(report: LoadReport, index: Index, wanted: Wanted) -> None:
+def refuse_mismatch(
+    report: LoadReport, stored: Mapping[str, View], wanted: Wanted
+) -> None:
     """Raise a CheckpointError unless all that was wanted, and no more, was found."""
     reasons = []
     if report.missing:
-        unclaimed = report.unused or list(index.tensors)
+        unclaimed = report.unused or list(stored)
         names = [_with_near(name, unclaimed) for name in report.missing]
         reasons.append(f"the checkpoint lacks {_listed(names)}")
     if report.unused:

@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import argparse
 
-from tparmpi.cli.ckpt import diff, ls, show, verify
+from tparmpi.cli.ckpt import diff, export, import_, ls, reshard, show, verify
 
-SUMMARY = "list, show, verify and compare checkpoints"
+SUMMARY = "list, show, verify, compare and copy checkpoints"
 
-_WHAT = {"ls": ls, "show": show, "verify": verify, "diff": diff}
+_WHAT = {
+    "ls": ls,
+    "show": show,
+    "verify": verify,
+    "diff": diff,
+    "export": export,
+    "import": import_,
+    "reshard": reshard,
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,0 +1,170 @@
+"""Loading a checkpoint or other programs' weights into a model of any layout."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from tparmpi.comm import agree, long_work, world
+from tparmpi.errors import CheckpointError
+from tparmpi.io import format as fmt
+from tparmpi.io.agreement import on_all_ranks, on_rank_zero, refuse_disagreement
+from tparmpi.io.planner import Box, TensorDescription, digest_of
+from tparmpi.io.report import LoadReport, Wanted, compare, refuse_mismatch
+from tparmpi.io.sources import Source, open_source, read_source, views_of
+from tparmpi.io.state import HasState, HasSteps, path_of, state_of
+from tparmpi.io.transforms import Renames, Transform, Views
+from tparmpi.io.views import Cast
+from tparmpi.tensors import Tensor
+
+_POLICIES = ("exact", "cast")
+
+
+def load(
+    path: str | Path,
+    model: HasState,
+    optimizer: HasSteps | None = None,
+    *,
+    strict: bool = True,
+    only: str | None = None,
+    dtype: Literal["exact", "cast"] = "exact",
+    transforms: Sequence[Transform] = (),
+    remap: Renames = (),
+) -> LoadReport:
+    """Read a checkpoint or safetensors files into a model, whatever layout either has.
+
+    Collective over all ranks. Each rank reads its own blocks only and verifies their
+    checksums. Nothing is written to the model or the optimizer before every rank has
+    read all it needs, for which each holds a second copy of its blocks for a moment.
+
+    Names in `only`, `transforms` and `remap` are those of parameters, with dots:
+    ``blocks.0.attn.q.weight``, and ``blocks.0.attn.q.weight.m`` for an optimizer's.
+
+    Parameters
+    ----------
+    path : str or Path
+        The checkpoint's folder; or a ``.safetensors`` file, a
+        ``.safetensors.index.json``, or a folder that holds one of these.
+    model : object with state_dict()
+    optimizer : object with state_dict() and steps, optional
+        Without it, the checkpoint's optimizer state is skipped.
+    strict : bool, default True
+        Whether tensors that one side lacks, or that differ in shape or dtype, are an
+        error; else they are left as they are and the report names them.
+    only : str, optional
+        A regular expression: tensors whose names, as the model has them, do not match
+        it whole are left as they are.
+    dtype : {"exact", "cast"}
+        Whether a tensor of another dtype is an error, or converted: floating types into
+        each other, complex ones too, integers into those that hold all their values. A
+        number beyond the range of the model's dtype is an error.
+    transforms : sequence of Split, Merge, Transpose, Unflatten or Interleave
+        Applied to the stored tensors in this order, before `remap`.
+    remap : sequence of (str, str or callable)
+        Regular expressions and what replaces them in stored names, one after the other,
+        as in :func:`re.sub`.
+
+    Returns
+    -------
+    LoadReport
+
+    Raises
+    ------
+    CheckpointError
+        On every rank; the model and the optimizer are as they were.
+    """
+
+    def prepare() -> tuple[Path, dict[str, Tensor], Wanted, Callable[[str], bool]]:
+        named = state_of(model, optimizer)
+        wanted = {
+            name: (tensor.shape, fmt.supported_dtype(name, tensor.dtype))
+            for name, tensor in named.items()
+        }
+        if dtype not in _POLICIES:
+            raise CheckpointError(f"dtype must be 'exact' or 'cast', not {dtype!r}")
+        return path_of(path), named, wanted, _chooser(only)
+
+    path, named, wanted, chosen = on_all_ranks(prepare)
+    refuse_disagreement("load", world().all_gather_object(_digest(wanted)))
+    source = on_rank_zero(f"load {path}", lambda: read_source(path))
+
+    def match() -> tuple[Views, LoadReport]:
+        views = views_of(source, transforms, remap)
+        report = compare(
+            path,
+            source.header,
+            views,
+            wanted,
+            with_optimizer=optimizer is not None,
+            chosen=chosen,
+            cast=dtype == "cast",
+        )
+        if strict:
+            refuse_mismatch(report, views, wanted)
+        return views, report
+
+    views, report = on_all_ranks(match)
+    for name in report.applied:
+        if views[name].dtype != wanted[name][1]:
+            views[name] = Cast(views[name], wanted[name][1], name)
+    arrays = _read_blocks(path, source, views, named, report.applied)
+    for name, array in arrays.items():
+        named[name].write_local(array)
+    steps = source.header.optimizer_steps
+    if optimizer is not None and steps is not None:
+        optimizer.steps = steps
+    return report
+
+
+def _chooser(only: str | None) -> Callable[[str], bool]:
+    if only is None:
+        return lambda path: True
+    try:
+        pattern = re.compile(only)
+    except (re.error, TypeError) as error:
+        raise CheckpointError(
+            f"only={only!r} is no regular expression: {error}"
+        ) from error
+
+    def chosen(path: str) -> bool:
+        name = path.partition("/")[2].replace("/", ".")
+        return pattern.fullmatch(name) is not None
+
+    return chosen
+
+
+def _digest(wanted: Wanted) -> str:
+    descriptions = (
+        TensorDescription(name, shape, dtype, fmt.itemsize(dtype), ())
+        for name, (shape, dtype) in wanted.items()
+    )
+    return digest_of(descriptions)
+
+
+def _read_blocks(
+    path: Path,
+    source: Source,
+    views: Views,
+    named: Mapping[str, Tensor],
+    names: list[str],
+) -> dict[str, np.ndarray]:
+    """Each tensor's block on this rank, once every rank has read all of its own."""
+    arrays: dict[str, np.ndarray] = {}
+    problem: CheckpointError | None = None
+    try:
+        with long_work(f"load {path}"), open_source(path, source) as reader:
+            for name in names:
+                tensor = named[name]
+                if not tensor.is_shell:
+                    spec = tensor.spec
+                    box = Box(tuple(spec.local_offset), tuple(spec.local_shape))
+                    block = views[name].read(reader, box)
+                    arrays[name] = np.asarray(block, order="C")
+    except CheckpointError as error:
+        problem = error
+    agree(problem)
+    return arrays
