@@ -170,6 +170,7 @@ def test_an_axis_of_one_member_communicates_nothing():
         (lambda t: t.with_sharding(Shard("x")), "names no dim"),
         (lambda t: tpm.tensor(np.ones(2), "cpu"), "'cpu' is no place for a tensor"),
         (lambda t: tpm.tensor(np.array(["a"]), t.device), "no array of numbers"),
+        (lambda t: tpm.tensor(np.zeros(2, "f4,f4"), t.device), "no array of numbers"),
         (lambda t: tpm.einsum("ab,bc->ad", t, t), "'d' in the output only"),
         (lambda t: tpm.einsum("aa->a", t), "names two dims of one operand"),
         (lambda t: t.write_local(np.ones(3)), "block has the shape"),

@@ -326,3 +326,27 @@ def test_reshape_takes_a_number_and_no_fractions():
         x.reshape((2.5, 3))
     with pytest.raises(tpm.ShapeError, match="do not fit"):
         x.reshape(5)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x: x.softmax((0, 1)),
+        lambda x: x.log_softmax(None),
+        lambda x: x.sort((0, 1)),
+        lambda x: x.roll(1, 0).sort(None),
+        lambda x: x.split(1, (0, 1)),
+        lambda x: tpm.concat([x, x], (0, 1)),
+    ],
+)
+def test_several_dims_where_one_is_needed(call):
+    with pytest.raises(tpm.UsageError, match="a dim is given by its number"):
+        call(tpm.tensor(np.ones((2, 3)), tpm.device()))
+
+
+def test_numbers_that_are_none():
+    x = tpm.tensor(np.ones((2, 3)), tpm.device())
+    with pytest.raises(tpm.ShapeError, match="whole number"):
+        x.repeat((2, 1))
+    with pytest.raises(TypeError, match="a number is needed, not a tensor"):
+        x.scale(x)

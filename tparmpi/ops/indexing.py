@@ -12,7 +12,7 @@ import numpy as np
 from tparmpi.backend import dtypes, has_values
 from tparmpi.errors import ShapeError, UsageError
 from tparmpi.ops.keys import read_key
-from tparmpi.ops.reductions import normalize_dims
+from tparmpi.ops.reductions import normalize_dim
 from tparmpi.ops.shape import transpose
 from tparmpi.ops.slicing import slice_of
 from tparmpi.tensors import Plan, Tensor, method, operator, tensor
@@ -124,7 +124,7 @@ def take(x: Tensor, ids: Tensor, dim: int = 0) -> Tensor:
         If `ids` are no integers, or one is out of range; where `ids` are split, on the
         members that hold it.
     """
-    (dim,) = normalize_dims(x, dim, "take")
+    dim = normalize_dim(x, dim, "take")
     _refuse_no_integers("take", ids)
     result: Tensor = _take(x, ids, dim=dim)
     return result
@@ -240,7 +240,7 @@ def gather(x: Tensor, ids: Tensor, dim: int = 0) -> Tensor:
         If `ids` are no integers, or one is out of range; where `ids` are split, on the
         members that hold it.
     """
-    (dim,) = normalize_dims(x, dim, "gather")
+    dim = normalize_dim(x, dim, "gather")
     _refuse_no_integers("gather", ids)
     result: Tensor = _gather(x, ids, dim=dim)
     return result
@@ -326,7 +326,7 @@ def scatter_add(x: Tensor, ids: Tensor, values: Tensor, dim: int = 0) -> Tensor:
         If `ids` are no integers, `values` and `x` are truth values, or an index is out
         of range; where `ids` are split, on the members that hold it.
     """
-    (dim,) = normalize_dims(x, dim, "scatter_add")
+    dim = normalize_dim(x, dim, "scatter_add")
     _refuse_no_integers("scatter_add", ids)
     if x.dtype.kind == "b" and values.dtype.kind == "b":
         raise UsageError(

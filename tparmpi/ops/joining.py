@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from tparmpi.errors import ShapeError
-from tparmpi.ops.reductions import normalize_dims
+from tparmpi.ops.reductions import normalize_dim
 from tparmpi.ops.slicing import expand_dims
 from tparmpi.sharding import Move, Span
 from tparmpi.tensors import Plan, Tensor, method, operator
@@ -82,7 +82,7 @@ def split(x: Tensor, sizes: int | Sequence[int], dim: int = 0) -> tuple[Tensor, 
     ShapeError
         If the sizes do not add up.
     """
-    (dim,) = normalize_dims(x, dim, "split")
+    dim = normalize_dim(x, dim, "split")
     length = x.shape[dim]
     if isinstance(sizes, int | np.integer):
         if sizes < 1 or length % sizes:
@@ -157,7 +157,7 @@ def concat(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
     tensors = tuple(tensors)
     if not tensors:
         raise ShapeError("concat: there are no tensors to join")
-    (dim,) = normalize_dims(tensors[0], dim, "concat")
+    dim = normalize_dim(tensors[0], dim, "concat")
     for number, tensor in enumerate(tensors):
         if tensor.ndim != tensors[0].ndim:
             raise ShapeError(

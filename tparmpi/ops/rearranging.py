@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import string
 from collections.abc import Sequence
+from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import numpy as np
 from tparmpi.backend import dtypes
 from tparmpi.errors import ShapeError, UsageError
 from tparmpi.ops.indexing import add_at
-from tparmpi.ops.reductions import normalize_dims
+from tparmpi.ops.reductions import normalize_dim, normalize_dims
 from tparmpi.sharding import Move, Span, chunk_sizes, chunks_over, find_moves
 from tparmpi.tensors import Plan, Tensor, method, operator
 from tparmpi.tensors.moves import (
@@ -270,9 +271,11 @@ def repeat(x: Tensor, count: int, dim: int = 0) -> Tensor:
     ShapeError
         If the dim does not exist, or the count is negative.
     """
-    (dim,) = normalize_dims(x, dim, "repeat")
-    if count < 0:
-        raise ShapeError(f"repeat: the count must be 0 or more, it is {count}")
+    dim = normalize_dim(x, dim, "repeat")
+    if not isinstance(count, Integral) or count < 0:
+        raise ShapeError(
+            f"repeat: the count must be a whole number, 0 or more, it is {count}"
+        )
     if count == 1:
         return x
     result: Tensor = _repeat(x, count=int(count), dim=dim)
@@ -327,7 +330,7 @@ def sort(x: Tensor, dim: int = -1, descending: bool = False) -> tuple[Tensor, Te
     ShapeError
         If the dim does not exist.
     """
-    (dim,) = normalize_dims(x, dim, "sort")
+    dim = normalize_dim(x, dim, "sort")
     values, indices = _sort(x, dim=dim, descending=bool(descending))
     return values, indices
 
@@ -415,7 +418,7 @@ def topk(
     ShapeError
         If the dim does not exist, or has not `k` elements.
     """
-    (dim,) = normalize_dims(x, dim, "topk")
+    dim = normalize_dim(x, dim, "topk")
     if not 0 <= k <= x.shape[dim]:
         raise ShapeError(
             f"topk: k must be from 0 to the {x.shape[dim]} elements of dim {dim}, "

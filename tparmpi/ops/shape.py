@@ -13,7 +13,7 @@ from typing import Any
 
 from tparmpi.backend import dtypes
 from tparmpi.errors import ShapeError
-from tparmpi.ops.reductions import normalize_dims
+from tparmpi.ops.reductions import normalize_dim
 from tparmpi.sharding import Move, Shard, Span, bind, chunks_over, find_moves
 from tparmpi.tensors import Plan, Tensor, method, operator
 from tparmpi.tensors.moves import carry, carry_back, moving_group
@@ -214,8 +214,8 @@ def swap(x: Tensor, dim0: int, dim1: int) -> Tensor:
     ShapeError
         If a dim does not exist.
     """
-    (first,) = normalize_dims(x, dim0, "swap")
-    (second,) = normalize_dims(x, dim1, "swap")
+    first = normalize_dim(x, dim0, "swap")
+    second = normalize_dim(x, dim1, "swap")
     order = list(range(x.ndim))
     order[first], order[second] = second, first
     return transpose(x, order)

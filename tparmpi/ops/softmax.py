@@ -7,7 +7,7 @@ from typing import Any
 
 from tparmpi.ops.arithmetic import floating
 from tparmpi.ops.combiners import narrowed, widened
-from tparmpi.ops.reductions import normalize_dims
+from tparmpi.ops.reductions import normalize_dim
 from tparmpi.tensors import Plan, Tensor, method, operator
 
 
@@ -73,7 +73,7 @@ def softmax(x: Tensor, dim: int = -1) -> Tensor:
     ShapeError
         If the dim does not exist.
     """
-    (dim,) = normalize_dims(x, dim, "softmax")
+    dim = normalize_dim(x, dim, "softmax")
     result: Tensor = _softmax(x, dim=dim)
     return result
 
@@ -107,6 +107,6 @@ def log_softmax(x: Tensor, dim: int = -1) -> Tensor:
     ShapeError
         If the dim does not exist.
     """
-    (dim,) = normalize_dims(x, dim, "log_softmax")
+    dim = normalize_dim(x, dim, "log_softmax")
     result: Tensor = _log_softmax(x, dim=dim)
     return result

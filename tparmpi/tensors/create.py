@@ -16,7 +16,8 @@ from tparmpi.tensors.spec import spec_of
 from tparmpi.tensors.tensor import Tensor
 
 _KINDS = "biufcV"
-"""Kinds of dtypes that tensors have; bfloat16 is among NumPy's kind V."""
+"""Kinds of dtypes that tensors have; bfloat16 is among NumPy's kind V, and so are
+records, which are none."""
 
 
 def tensor(array: Any, place: Place, dtype: Any = None) -> Tensor:
@@ -39,7 +40,7 @@ def tensor(array: Any, place: Place, dtype: Any = None) -> Tensor:
     host = array if hasattr(array, "dtype") else _with_default_dtype(array, inner)
     if dtype is not None:
         host = host.astype(np.dtype(dtype))
-    if host.dtype.kind not in _KINDS:
+    if host.dtype.kind not in _KINDS or issubclass(host.dtype.type, np.void):
         raise UsageError(
             f"tensor: an array of {host.dtype} is no array of numbers; convert it first"
         )

@@ -54,6 +54,10 @@ def _like(name: str, kind: type[Any]) -> Any:
     for weak in (bool, int, float, complex):
         if issubclass(kind, weak):
             return weak()
+    if hasattr(kind, "spec"):
+        raise TypeError(
+            f"{name}: a number is needed, not a tensor; write a * b, a / b or a ** b"
+        )
     raise TypeError(
         f"{name}: operand is a {kind.__name__}, not a tensor; make it one with "
         "tpm.tensor(array, group)"
