@@ -18,7 +18,7 @@ from tparmpi.comm.abandoned import keep
 from tparmpi.comm.control import Pending, unfit
 from tparmpi.comm.ledger import active
 from tparmpi.comm.rooms import Room, make_room
-from tparmpi.comm.tags import FIRST, PHASES, start_of
+from tparmpi.comm.tags import PHASES, start_of
 from tparmpi.comm.transports import host
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 Array = np.ndarray[Any, np.dtype[Any]]
 
 _SPINS = range(20)
+_ndarray = np.ndarray
 # Frames from the record of the call up to the user's.
 _DEPTH = 3
 # Memory that is kept to receive into, in bytes, at most; it is warm.
@@ -56,6 +57,7 @@ class Quick:
         self._others = algorithms.others(transport.rank, transport.size)
         self._sources = self._others[::-1]
         self._is_pair = transport.size == 2
+        self._first = self._others[0]
         self._start, self._tags = start_of(place.id, channel.tag_bound)
         self._rooms: dict[Any, Room] = {}
 
@@ -64,7 +66,7 @@ class Quick:
 
         Called by the method that the user calls.
         """
-        if type(array) is not np.ndarray or active or not array.flags.c_contiguous:
+        if type(array) is not _ndarray or active or not array.flags.c_contiguous:
             return None
         key = kind, arguments, array.dtype, array.shape
         room = self._rooms.get(key)
@@ -75,17 +77,17 @@ class Quick:
             self._rooms[key] = room
         place, channel = self._place, self._channel
         sequence = place.sequence
-        tag = (self._start + sequence) % self._tags * PHASES  # as tags.fold has it
+        # As tags.fold has it; the messages are of the first phase.
+        tag = (self._start + sequence) % self._tags * PHASES
         if tag in channel.in_flight:
             return None
         place.sequence = sequence + 1
         recorder = ring.recorder
         entry = recorder.enter(kind, place.recorded_as, sequence, _DEPTH)
         try:
-            tag += FIRST
             incoming, outgoing = room.begin(array)
             if self._is_pair:
-                (other,) = self._others
+                other = self._first
                 receive = self._irecv(incoming[0], other, tag)
                 send = self._isend(outgoing[0], other, tag)
                 for _ in _SPINS:

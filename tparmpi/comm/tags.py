@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-# An operation's messages: of its first phase, of its second, and the user's own.
+# An operation's messages: of its first phase (whose tag is the operation's), of its
+# second, and the user's own.
 FIRST, SECOND, MESSAGE = range(3)
 PHASES = 3
 
