@@ -342,3 +342,22 @@ def test_a_users_operator_that_returns_nonsense_is_told(
     x = tpm.tensor(columns(4, 3), group.autodiff()).require_grad()
     with pytest.raises(tpm.TparmpiError, match=words):
         record(x).sum().backward()
+
+
+def test_an_error_in_an_operator_names_no_later_call(group):
+    x = tpm.tensor(columns(4, 4), group.autodiff()).require_grad()
+
+    def fails(*_):
+        raise ZeroDivisionError
+
+    mapped = tpm.local_map(lambda x: (x.copy(), None), None, None, backward=fails)
+    for call in (
+        lambda: Operator("fails", "...->...", fails)(x),
+        lambda: tpm.local_map(fails, None, None)(x),
+        lambda: mapped(x).sum().backward(),
+    ):
+        with pytest.raises(ZeroDivisionError):
+            call()
+        with tpm.ledger() as ledger:
+            group.all_reduce(columns(2))
+        assert ledger.count("all_reduce", operator="") == 1

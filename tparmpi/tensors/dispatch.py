@@ -67,15 +67,21 @@ def _run(
     if progress.active:
         progress.poll()
     current.operator = operator.name
-    arrays = [operand.array for operand in operands]
-    if plan.moves:
-        for number, route in enumerate(plan.routes):
-            if route is not None:
-                arrays[number] = follow(arrays[number], operands[number].spec, route)
-    if plan.casts:
-        arrays = [array.astype(plan.outputs[0].dtype, copy=False) for array in arrays]
-    made = operator.forward(plan, *arrays, **scalars)
-    current.operator = ""
+    try:
+        arrays = [operand.array for operand in operands]
+        if plan.moves:
+            for number, route in enumerate(plan.routes):
+                if route is not None:
+                    arrays[number] = follow(
+                        arrays[number], operands[number].spec, route
+                    )
+        if plan.casts:
+            arrays = [
+                array.astype(plan.outputs[0].dtype, copy=False) for array in arrays
+            ]
+        made = operator.forward(plan, *arrays, **scalars)
+    finally:
+        current.operator = ""
     if not plan.forward_checked:
         check_forward(plan, made)
         plan.forward_checked = True

@@ -209,9 +209,11 @@ class _Call(tape.Node):
         backward = mapping.operator.backward
         assert backward is not None
         current.operator = mapping.operator.name
-        grads = [self._gradient(number) for number in range(len(self.slots))]
-        made = backward(saved, *grads)
-        current.operator = ""
+        try:
+            grads = [self._gradient(number) for number in range(len(self.slots))]
+            made = backward(saved, *grads)
+        finally:
+            current.operator = ""
         wanted = [p is not None and run.wants(p[0]) for p in self.parents]
         check_backward(mapping, made, wanted)
         for number, parent in enumerate(self.parents):
@@ -262,9 +264,10 @@ def _brought(name: str, operand: Tensor, request: LayoutRequest) -> Tensor:
         return operand
     layout = _layout(name, operand.spec.place, operand.ndim, request)
     current.operator = name
-    moved = operand.to_layout(layout)
-    current.operator = ""
-    return moved
+    try:
+        return operand.to_layout(layout)
+    finally:
+        current.operator = ""
 
 
 def _run(
@@ -286,24 +289,26 @@ def _run(
         specs = _specs(record, place, operands, outs, shapes)
         return [MetaArray(s.local_shape, s.dtype) for s in specs], None, specs
     current.operator = name
-    made = record.function(*[operand.local for operand in operands], **options)
-    saved = None
-    if record.backward is not None:
-        if not isinstance(made, tuple) or len(made) != 2:
-            raise UsageError(
-                f"{name}: a function with a backward must return (outputs, saved)"
-            )
-        made, saved = made
-    arrays = _arrays(name, made, count)
-    if shapes is None:
-        remedy = "tell local_map the outputs' shapes with shapes=..."
-        shapes = [
-            shape_of_blocks(
-                name, place, array, _layout(name, place, array.ndim, out), remedy
-            )
-            for array, out in zip(arrays, outs, strict=True)
-        ]
-    current.operator = ""
+    try:
+        made = record.function(*[operand.local for operand in operands], **options)
+        saved = None
+        if record.backward is not None:
+            if not isinstance(made, tuple) or len(made) != 2:
+                raise UsageError(
+                    f"{name}: a function with a backward must return (outputs, saved)"
+                )
+            made, saved = made
+        arrays = _arrays(name, made, count)
+        if shapes is None:
+            remedy = "tell local_map the outputs' shapes with shapes=..."
+            shapes = [
+                shape_of_blocks(
+                    name, place, array, _layout(name, place, array.ndim, out), remedy
+                )
+                for array, out in zip(arrays, outs, strict=True)
+            ]
+    finally:
+        current.operator = ""
     specs = _specs(record, place, operands, outs, shapes)
     mapping = _Mapping(record, tuple(o.spec for o in operands), specs)
     check_forward(mapping, (arrays[0] if count == 1 else tuple(arrays), saved))
