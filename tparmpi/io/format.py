@@ -36,6 +36,7 @@ DATA_NAME = re.compile(r"data-([0-9a-f]{16})-([0-9]{5,10})\.h5")
 _COMPONENT = re.compile(r"[^\x00-\x1f\x7f/.%\ud800-\udfff]+")
 INT64 = range(-(1 << 63), 1 << 63)
 MAX_DEPTH = 64
+_MOST_THREADS = 4
 MAX_TEXT_BYTES = 16 << 20
 
 DTYPES = frozenset(
@@ -194,6 +195,11 @@ def text_attribute(place: h5py.HLObject, name: str, text: str) -> None:
     data = text.encode()
     kind = h5py.string_dtype("utf-8", max(1, len(data)))
     place.attrs.create(name, data, dtype=kind)
+
+
+def threads() -> int:
+    """Threads that move and check bytes at once, by the cores this process may use."""
+    return min(_MOST_THREADS, len(os.sched_getaffinity(0)))
 
 
 def block_count(nbytes: int) -> int:

@@ -11,6 +11,7 @@ import json
 import os
 import stat
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
@@ -28,6 +29,7 @@ from tparmpi.io.planner import Box, fills
 from tparmpi.io.writer import Header
 
 STAGING_BYTES = 16 * fmt.BLOCK_BYTES
+_PART_BYTES = 4 * fmt.BLOCK_BYTES
 
 # What h5py raises for files that are cut, damaged or made to confuse it.
 HDF5_ERRORS = (OSError, RuntimeError, ValueError, KeyError, TypeError)
@@ -98,6 +100,7 @@ class BlockReader:
         self._folder = folder
         self._index = index
         self._files: dict[str, _DataFile] = {}
+        self._pool = ThreadPoolExecutor(fmt.threads())
 
     def __enter__(self) -> BlockReader:
         return self
@@ -108,6 +111,7 @@ class BlockReader:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        self._pool.shutdown()
         for file in self._files.values():
             file.close()
         self._files.clear()
@@ -164,7 +168,7 @@ class BlockReader:
         try:
             if file_name not in self._files:
                 save_id = self._index.header.save_id
-                self._files[file_name] = _DataFile(path, save_id)
+                self._files[file_name] = _DataFile(path, save_id, self._pool)
             yield self._files[file_name]
         except FileNotFoundError as error:
             needed = f"; '{name}' cannot be read without it" if name else ""
@@ -184,7 +188,8 @@ class _Refused(Exception):
 class _DataFile:
     """One data file: HDF5 says where a dataset lies, plain reads fetch it."""
 
-    def __init__(self, path: Path, save_id: str) -> None:
+    def __init__(self, path: Path, save_id: str, pool: ThreadPoolExecutor) -> None:
+        self._pool = pool
         self._file = _open(path)
         try:
             if _text(self._file, "save_id") != save_id:
@@ -209,7 +214,7 @@ class _DataFile:
         low = tuple(o - b for o, b in zip(part.offset, piece.box.offset, strict=True))
         blocks = _Blocks(self._descriptor, offset, nbytes, piece.checksums)
         if part == piece.box and target.flags.c_contiguous:
-            blocks.read_all(tensor.name, target)
+            blocks.read_all(tensor.name, target, self._pool)
             return
         for slab in slabs(shape, Box(low, part.shape), STAGING_BYTES // size):
             first = np.ravel_multi_index(slab.offset, shape) if shape else 0
@@ -281,13 +286,19 @@ class _Blocks:
         self._kept = (start + last, data[last:].copy())
         return data[first - start : first - start + count]
 
-    def read_all(self, name: str, target: np.ndarray) -> None:
-        """The whole piece, straight to where it is wanted."""
+    def read_all(self, name: str, target: np.ndarray, pool: ThreadPoolExecutor) -> None:
+        """The whole piece, straight to where it is wanted, by several threads."""
         data = target.reshape(-1).view(np.uint8).data
-        for first in range(0, self._nbytes, STAGING_BYTES):
-            part = data[first : first + STAGING_BYTES]
+
+        def read(first: int) -> None:
+            part = data[first : first + _PART_BYTES]
             read_at(self._descriptor, part, self._offset + first)
             self._verify(name, first, part)
+
+        parts = range(0, self._nbytes, _PART_BYTES)
+        # A thread's turn costs more than a small tensor. All parts are waited for.
+        for _ in map(read, parts) if len(parts) < 2 else pool.map(read, parts):
+            pass
 
     def check(self, name: str) -> None:
         """The whole piece, for its checksums alone."""
