@@ -129,8 +129,8 @@ def test_export_writes_what_the_library_reads(tmp_path, monkeypatch):
     moments = {"optimizer/h/0/w/m": WEIGHTS["h.0.w"]}
     folder = write(tmp_path / "a", arrays | moments, step=12)
     path = copies.export(folder, tmp_path / "out" / "model.safetensors")
-    library = weights.library()
-    with library.safe_open(path, framework="np") as file:
+    package = weights.safetensors()
+    with package.safe_open(path, framework="np") as file:
         same({name: np.asarray(file.get_tensor(name)) for name in file.keys()}, WEIGHTS)  # noqa: SIM118
         assert file.metadata() == {"format": "pt", "step": "12"}
     assert sorted(os.listdir(path.parent)) == ["model.safetensors"]

@@ -10,6 +10,7 @@ import pytest
 from scipy import special
 
 import tparmpi as tpm
+from tests.cases.comparison import COMPARISONS
 from tparmpi.backend import dtypes
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -26,18 +27,7 @@ TWO = {
     "pow": np.power,
     "maximum": np.maximum,
     "minimum": np.minimum,
-    "eq": np.equal,
-    "ne": np.not_equal,
-    "lt": np.less,
-    "le": np.less_equal,
-    "gt": np.greater,
-    "ge": np.greater_equal,
-    "logical_and": np.logical_and,
-    "logical_or": np.logical_or,
-    "logical_xor": np.logical_xor,
-    "bitwise_and": np.bitwise_and,
-    "bitwise_or": np.bitwise_or,
-    "bitwise_xor": np.bitwise_xor,
+    **COMPARISONS,
 }
 ONE = {
     "neg": np.negative,

@@ -129,7 +129,7 @@ def export(
         is left then.
     """
     origin, path = Path(source), Path(target)
-    weights.library()
+    weights.safetensors()
     found = read_source(origin)
     model = {
         name.removeprefix(f"{fmt.MODEL}/").replace("/", "."): view
@@ -213,7 +213,7 @@ def _write_file(
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-    with weights.library().safe_open(path, framework="np") as file:
+    with weights.safetensors().safe_open(path, framework="np") as file:
         if sorted(file.keys()) != sorted(views):
             raise CheckpointError(f"{path} is not what was written")
 

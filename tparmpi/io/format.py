@@ -27,7 +27,7 @@ BLOCK_BYTES = 1 << 20
 MODEL = "model"
 OPTIMIZER = "optimizer"
 # HDF5 1.10 introduced virtual datasets; every later library reads what it wrote.
-LIBRARY_VERSION = ("v110", "v110")
+HDF5_VERSIONS = ("v110", "v110")
 
 SAVE_ID = re.compile(r"[0-9a-f]{16}")
 DATA_NAME = re.compile(r"data-([0-9a-f]{16})-([0-9]{5,10})\.h5")

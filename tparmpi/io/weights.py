@@ -174,7 +174,7 @@ def read_weights(path: Path) -> Weights:
     return Weights(header, dict(sorted(tensors.items())))
 
 
-def library() -> Any:
+def safetensors() -> Any:
     """The safetensors library.
 
     Raises
@@ -239,7 +239,7 @@ def _read_file(path: Path, metadata: dict[str, str]) -> dict[str, StoredWeight]:
 def _open(path: Path) -> Any:
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {path}")
-    return library().safe_open(path, framework="np")
+    return safetensors().safe_open(path, framework="np")
 
 
 @contextmanager
@@ -251,5 +251,10 @@ def _told(path: Path) -> Iterator[None]:
         raise
     except FileNotFoundError as error:
         raise CheckpointError(f"{path} is missing") from error
-    except (OSError, ValueError, RecursionError, library().SafetensorError) as error:
+    except (
+        OSError,
+        ValueError,
+        RecursionError,
+        safetensors().SafetensorError,
+    ) as error:
         raise CheckpointError(f"{path} cannot be read: {fmt.reason(error)}") from error

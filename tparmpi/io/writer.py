@@ -122,7 +122,7 @@ def write_index(
 def _create(path: Path, save_id: str) -> h5py.File:
     # No other program knows the file yet, so a lock protects nothing, and some shared
     # file systems refuse locks.
-    file = h5py.File(path, "x", libver=fmt.LIBRARY_VERSION, locking=False)
+    file = h5py.File(path, "x", libver=fmt.HDF5_VERSIONS, locking=False)
     fmt.text_attribute(file, "format", fmt.FORMAT)
     file.attrs.create("format_version", fmt.VERSION, dtype="<i8")
     fmt.text_attribute(file, "save_id", save_id)

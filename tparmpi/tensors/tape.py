@@ -9,6 +9,7 @@ operators is reduced once, whatever layouts they read it in.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from itertools import count
 from typing import TYPE_CHECKING, Any
@@ -183,7 +184,7 @@ Parent = tuple["Node | Leaf", int]
 """Where a gradient goes on to: a node and the number of one of its slots."""
 
 
-class Node:
+class Node(ABC):
     """A step of the program that gradients go back through.
 
     Attributes
@@ -211,13 +212,16 @@ class Node:
         self.slots = tuple(map(Slot, outputs))
         self.versions = versions
 
+    @abstractmethod
     def check(self) -> None:
         """Raise `AutodiffError` unless the backward of this step can run. Local."""
-        raise NotImplementedError
 
     def run_backward(self, run: Pass) -> None:
-        """Consume the gradients in the slots; hand gradients to the parents."""
-        raise NotImplementedError
+        """Consume the gradients in the slots; hand gradients to the parents.
+
+        A kind of step that has no backward refuses it in `check`.
+        """
+        self.check()
 
     def check_versions(self, name: str) -> None:
         """Raise `AutodiffError` if an operand of `name` was written to. Local."""
@@ -339,7 +343,7 @@ def reach(parent: Parent) -> None:
     """Mark the slot of a call of other ranks, where its gradient would be. Local."""
     node, number = parent
     slot = node.slots[number]
-    if isinstance(node, Node) and not slot.spec.place.is_member:
+    if not isinstance(node, Leaf) and not slot.spec.place.is_member:
         slot.sums[slot.spec.layout] = (None, False)
 
 
