@@ -16,8 +16,9 @@ from tests.io_samples import SAVE_ID, samples, unique, write
 from tparmpi.errors import CheckpointError
 from tparmpi.io import format as fmt
 from tparmpi.io import reader, writer
+from tparmpi.io.index import read_index
 from tparmpi.io.planner import Box
-from tparmpi.io.reader import BlockReader, read_index, slabs
+from tparmpi.io.reader import BlockReader, slabs
 
 
 def shrink(patch):

@@ -12,8 +12,9 @@ from h5py import h5d, h5p, h5s, h5t
 from tests.io_samples import SAVE_ID, unique, write
 from tparmpi.errors import CheckpointError
 from tparmpi.io import format as fmt
+from tparmpi.io.index import read_index
 from tparmpi.io.planner import Box
-from tparmpi.io.reader import BlockReader, read_index
+from tparmpi.io.reader import BlockReader
 
 SHAPE = (4, 6)
 SECRET = unique(SHAPE, np.float32, start=99)

@@ -8,7 +8,7 @@ from typing import TypeVar, cast
 from tparmpi.comm import agree, long_work, world
 from tparmpi.errors import CheckpointError
 from tparmpi.io import format as fmt
-from tparmpi.io.reader import HDF5_ERRORS
+from tparmpi.io.untrusted import HDF5_ERRORS
 
 Result = TypeVar("Result")
 

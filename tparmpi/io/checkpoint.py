@@ -42,10 +42,10 @@ from tparmpi.io.planner import (
     digest_of,
     make_plan,
 )
-from tparmpi.io.reader import HDF5_ERRORS
 from tparmpi.io.report import LoadReport
 from tparmpi.io.state import HasState, HasSteps, path_of, state_of
 from tparmpi.io.transforms import Interleave, Merge, Split, Transpose, Unflatten
+from tparmpi.io.untrusted import HDF5_ERRORS
 from tparmpi.io.writer import Header, Shard, write_data_file, write_index
 from tparmpi.tensors import Tensor
 

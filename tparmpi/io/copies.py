@@ -21,9 +21,9 @@ from tparmpi.errors import CheckpointError
 from tparmpi.io import format as fmt
 from tparmpi.io import publish, reader, weights
 from tparmpi.io.planner import Block, Box, TensorDescription, make_plan
-from tparmpi.io.reader import HDF5_ERRORS
 from tparmpi.io.sources import SourceReader, open_source, read_source, views_of
 from tparmpi.io.transforms import Renames, Transform, Views
+from tparmpi.io.untrusted import HDF5_ERRORS
 from tparmpi.io.views import View
 from tparmpi.io.writer import Shard, write_at, write_data_file, write_index
 

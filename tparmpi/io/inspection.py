@@ -17,8 +17,9 @@ import numpy as np
 from tparmpi.errors import CheckpointError
 from tparmpi.io import format as fmt
 from tparmpi.io import publish, reader
+from tparmpi.io.index import Index, StoredTensor, read_index
 from tparmpi.io.planner import Box
-from tparmpi.io.reader import BlockReader, Index, StoredTensor, read_index
+from tparmpi.io.reader import BlockReader
 
 _HEADER = ("step", "seed", "position", "optimizer_steps", "extra")
 

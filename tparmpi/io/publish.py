@@ -19,7 +19,7 @@ from pathlib import Path
 
 from tparmpi.errors import CheckpointError
 from tparmpi.io import format as fmt
-from tparmpi.io.reader import read_index
+from tparmpi.io.index import read_index
 
 STEP_NAME = re.compile(r"step-([0-9]{8,18})")
 _STEPS = range(10**18)

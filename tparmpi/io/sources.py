@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tparmpi.io import weights
-from tparmpi.io.reader import BlockReader, Index, read_index
+from tparmpi.io.index import Index, read_index
+from tparmpi.io.reader import BlockReader
 from tparmpi.io.transforms import Renames, Transform, Views, arrange
 from tparmpi.io.views import Stored
 
