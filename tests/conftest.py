@@ -10,12 +10,17 @@ import traceback
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 from tparmpi.comm import exits, failure
 from tparmpi.comm.launcher import launched
 
 STACK_FRAMES = 8
 STUCK_SECONDS = 8.0
+
+# The same examples in every run: what fails here fails everywhere.
+settings.register_profile("same", derandomize=True, deadline=None)
+settings.load_profile("same")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -129,7 +129,7 @@ def test_checksums_beyond_the_size_of_a_compact_attribute(tmp_path, small_blocks
         assert np.array_equal(blocks.read("model/w", whole(array)), array)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.data())
 def test_any_block_of_any_tensor_is_read_exactly(tmp_path_factory, data):
     shape = tuple(data.draw(st.lists(st.integers(1, 40), min_size=1, max_size=3)))
@@ -149,7 +149,6 @@ def test_any_block_of_any_tensor_is_read_exactly(tmp_path_factory, data):
                 assert np.array_equal(found, array[box.slices()])
 
 
-@settings(deadline=None)
 @given(st.data())
 def test_slabs_are_contiguous_small_and_hold_the_part(data):
     shape = tuple(data.draw(st.lists(st.integers(1, 6), max_size=4)))

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tparmpi.errors import CheckpointError
@@ -61,7 +61,6 @@ def descriptions(draw):
     return tensors
 
 
-@settings(deadline=None)
 @given(descriptions(), st.sampled_from([1, 16, 1 << 18]))
 def test_each_element_has_one_writer_that_holds_it(tensors, minimum):
     plan = make_plan(tensors, minimum)
@@ -121,7 +120,6 @@ def test_digests_tell_layouts_apart():
     assert digest_of([a]) != digest_of([b])
 
 
-@settings(deadline=None)
 @given(st.data())
 def test_fills_agrees_with_counting(data):
     shape = tuple(data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=3)))

@@ -4,7 +4,7 @@ import os
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tparmpi.errors import DataError
@@ -23,7 +23,6 @@ def unique(count):
     return np.arange(count, dtype=">u4").view(np.uint8)[: 4 * count]
 
 
-@settings(deadline=None)
 @given(st.integers(1, 3000), st.integers(0, 1 << 63))
 def test_the_order_of_an_epoch_is_a_permutation(count, key):
     keys = np.array([key, key + 1, 7, 11, 13, 17], np.uint64)
