@@ -13,7 +13,7 @@ import tparmpi as tpm
 from tests.io_samples import unique
 from tparmpi import Partial, Replicate, Shard
 from tparmpi.errors import CheckpointError
-from tparmpi.io import checkpoint, publish, writer
+from tparmpi.io import checkpoint, publish, saving, writer
 
 pytestmark = pytest.mark.mpi(min_size=4)
 
@@ -178,9 +178,9 @@ def test_extra_comes_back(folder, layouts):
 FAULTS = {
     "disk full, rank 1 writes": (1, writer, "write_at", "No space left"),
     "sync fails, rank 2": (2, writer.os, "fsync", "No space left"),
-    "index cannot be written": (0, checkpoint, "write_index", "No space left"),
+    "index cannot be written": (0, saving, "write_index", "No space left"),
     "folder cannot be made": (0, Path, "mkdir", "No space left"),
-    "index cannot be synced": (0, checkpoint.fmt, "sync", "No space left"),
+    "index cannot be synced": (0, saving.fmt, "sync", "No space left"),
     "rename fails": (0, publish.os, "rename", "No space left"),
 }
 

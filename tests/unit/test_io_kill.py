@@ -15,11 +15,11 @@ PROGRAM = """
 import itertools, os, shutil, signal, sys
 import numpy as np
 import tparmpi as tpm
-from tparmpi.io import checkpoint
+from tparmpi.io import checkpoint, saving
 
 folder, step = sys.argv[1], int(sys.argv[2])
 CALLS = [(os, name) for name in ("mkdir", "rename", "fsync", "pwrite", "unlink")]
-CALLS += [(os, "rmdir"), (shutil, "rmtree"), (checkpoint, "write_index")]
+CALLS += [(os, "rmdir"), (shutil, "rmtree"), (saving, "write_index")]
 
 
 class Model:

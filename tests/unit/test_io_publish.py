@@ -11,7 +11,7 @@ import pytest
 import tparmpi as tpm
 from tests.io_samples import SAVE_ID, unique, write
 from tparmpi.errors import CheckpointError
-from tparmpi.io import checkpoint, publish
+from tparmpi.io import checkpoint, publish, saving
 from tparmpi.io import format as fmt
 from tparmpi.io.index import read_index
 from tparmpi.io.planner import Box
@@ -128,13 +128,13 @@ def test_a_save_replaces_nothing_but_a_checkpoint(tmp_path, make, words):
 
 def test_what_comes_to_lie_in_a_checkpoint_during_a_save_stays(tmp_path, monkeypatch):
     path = saved(tmp_path / "name", 5)
-    write_index = checkpoint.write_index
+    write_index = saving.write_index
 
     def and_a_note(*args):
         write_index(*args)
         (path / "notes.txt").write_text("the good one")
 
-    monkeypatch.setattr(checkpoint, "write_index", and_a_note)
+    monkeypatch.setattr(saving, "write_index", and_a_note)
     with pytest.raises(CheckpointError, match=r"it holds 'notes\.txt'"):
         checkpoint.save(path, Model(9))
     assert os.listdir(tmp_path) == ["name"]
