@@ -70,6 +70,10 @@ class CheckpointError(TparmpiError):
     """A checkpoint that cannot be written, read or trusted."""
 
 
+class DamagedCheckpointError(CheckpointError):
+    """A checkpoint of which a file is missing, cut, changed or exchanged."""
+
+
 class DataError(TparmpiError):
     """Training data that are missing, too short or unreadable."""
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
 import sys
 from pathlib import Path
 
@@ -166,30 +164,6 @@ def test_a_disk_that_is_full(tmp_path, text, rank, room, words):
     again = run(tparmpi(2, *options, "--steps=6"), cwd=tmp_path)
     assert again.code == 0, again.err
     assert [step for step, _ in losses(tmp_path / "run")] == [1, 2, 3, 4, 5, 6]
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_damaged_checkpoint_is_not_passed_over(tmp_path, text, ranks):
-    options = ["train", *SMALL, "--run=run", f"--data={text}", "--steps=4"]
-    often = ["--set=checkpoint.every=1", "--set=checkpoint.keep=0"]
-    done = run(tparmpi(1, *options, *often), cwd=tmp_path)
-    assert done.code == 0, done.err
-    assert "step 3: saved run/checkpoints/step-00000003\n" in done.out
-    folder = tmp_path / "run" / "checkpoints"
-    for step in (3, 4):
-        (data,) = (folder / f"step-{step:08}").glob("data-*.h5")
-        os.truncate(data, data.stat().st_size // 2)
-    damaged = [Path("run", "checkpoints", f"step-{step:08}") for step in (4, 3)]
-    for command, aim in ((options, "resume"), (["generate", "run"], "generate")):
-        refused = run(tparmpi(ranks, *command), cwd=tmp_path, limit=30)
-        assert refused.code == FAILED
-        end = f"move away {damaged[0]} and {damaged[1]} to {aim} from step 2"
-        assert sentence(refused).endswith(end)
-    for path in damaged:
-        shutil.rmtree(tmp_path / path)
-    again = run(tparmpi(ranks, *options), cwd=tmp_path)
-    assert again.code == 0, again.err
-    assert "resuming after step 2" in again.out
 
 
 def test_numbers_that_run_away(tmp_path, text):

@@ -38,7 +38,7 @@ def test_ls_lists_a_runs_checkpoints(run):
     listed = ckpt("ls", run)
     assert listed.returncode == 0, listed.stderr
     head, *rows = listed.stdout.splitlines()
-    assert head.split() == ["step", "tensors", "bytes", "files", "path"]
+    assert head.split() == ["step", "val_loss", "tensors", "bytes", "files", "path"]
     assert [row.split()[0] for row in rows] == ["5", "10"]
     assert rows[1].endswith("checkpoints/step-00000010")
     facts = json.loads(ckpt("ls", run, "--json").stdout)
@@ -79,6 +79,89 @@ def test_verify_finds_a_flipped_byte_with_code_1(run):
     assert third.endswith("step-00000010: whole")
     facts = json.loads(ckpt("verify", run, "--json").stdout)
     assert [len(fact["problems"]) for fact in facts] == [1, 0]
+
+
+def flip(folder):
+    path = folder / fmt.data_name(SAVE_ID, 1)
+    with path.open("r+b") as file:
+        at = file.read().index(unique((2, 300), np.float32, 5 + 600 * 7).tobytes())
+        os.pwrite(file.fileno(), b"\xff", at + 100)
+    return path
+
+
+def lose(folder):
+    path = folder / fmt.data_name(SAVE_ID, 1)
+    path.unlink()
+    return path
+
+
+def cut(folder):
+    path = folder / fmt.data_name(SAVE_ID, 1)
+    os.truncate(path, path.stat().st_size - 1)
+    return path
+
+
+def swap(folder):
+    """The two data files of one save, which are laid out alike."""
+    first, second = (folder / fmt.data_name(SAVE_ID, number) for number in (0, 1))
+    content = first.read_bytes()
+    first.write_bytes(second.read_bytes())
+    second.write_bytes(content)
+    return first
+
+
+def swap_with_another_saves(folder):
+    other = write(
+        folder.parent / "b", {"model/w": unique((4, 300), np.float32)}, "f" * 16
+    )
+    path = folder / fmt.data_name(SAVE_ID, 1)
+    path.write_bytes((other / fmt.data_name("f" * 16, 1)).read_bytes())
+    return path
+
+
+@pytest.mark.parametrize("damage", [flip, lose, cut, swap, swap_with_another_saves])
+def test_verify_names_file_and_tensor_of_each_damage(tmp_path, damage):
+    arrays = {"model/w": unique((4, 300), np.float32, 5)}
+    folder = write(tmp_path / "a", arrays)
+    path = damage(folder)
+    damaged = ckpt("verify", folder)
+    assert (damaged.returncode, damaged.stderr) == (1, "")
+    head, first, *_ = damaged.stdout.splitlines()
+    assert head == f"{folder}: damaged"
+    assert first.startswith(f"  {path} ")
+    assert "'model/w'" in first
+
+
+def test_a_lost_index_is_named_and_not_passed_over(run):
+    newest = run / "checkpoints/step-00000010"
+    (newest / "index.h5").unlink()
+    words = f"{newest} is not a checkpoint: it has no index.h5"
+    for command in ("ls", "verify"):
+        told = ckpt(command, run)
+        assert told.returncode == 1
+        assert words in told.stdout
+    for arguments in (("verify", newest), ("ls", newest)):
+        assert words in ckpt(*arguments).stdout
+    refused = ckpt("show", run)
+    assert refused.returncode == 1
+    assert refused.stderr == f"tparmpi: {words}\n"
+
+
+def test_ls_shows_validation_losses_and_what_a_look_tells(run):
+    folder = run / "checkpoints"
+    array = {"model/w": unique((4, 300), np.float32)}
+    for step, loss in ((20, 1.25), (30, float("nan"))):
+        write(
+            folder / f"step-{step:08}", array, f"{step:016}", extra={"val_loss": loss}
+        )
+    cut = folder / "step-00000005" / fmt.data_name(f"{5:016}", 1)
+    os.truncate(cut, 100)
+    listed = ckpt("ls", run)
+    assert listed.returncode == 1
+    assert f"(damaged: {cut} cannot be read: " in listed.stdout
+    facts = json.loads(ckpt("ls", run, "--json").stdout)
+    assert [fact.get("val_loss") for fact in facts] == [None, None, 1.25, None]
+    assert "1.2500" in listed.stdout
 
 
 def test_diff_says_how_two_differ(run, tmp_path):

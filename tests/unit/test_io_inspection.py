@@ -101,7 +101,7 @@ def test_missing_cut_and_foreign_parts_are_named(tmp_path):
     with h5py.File(second, "r+", locking=False) as file:
         file["model/other"] = [1, 2]
     one, two = inspection.verify(folder)
-    assert one == f"{first} is missing"
+    assert one == f"{first} is missing; in it: 'model/w'"
     assert "holds 'model/other', unknown to the index" in two
     os.truncate(second, 300)
     assert "cannot be read" in inspection.verify(folder)[1]

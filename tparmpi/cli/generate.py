@@ -57,10 +57,16 @@ def run(arguments: argparse.Namespace) -> int:
     from tparmpi.train.ranks import from_rank_zero
 
     from_rank_zero(lambda: sources.check_environment(os.environ))
+
+    def note(text: str) -> None:
+        if comm.world().rank == 0:
+            output.write(sys.stderr, f"tparmpi: {text}\n")
+
     pieces = generate(
         Path(arguments.run),
         arguments.prompt,
         Sampling(arguments.max_tokens, arguments.temperature, arguments.seed),
+        note,
     )
     if not arguments.json:
         for piece in itertools.chain(pieces, ["\n"]):

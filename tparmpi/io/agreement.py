@@ -46,17 +46,19 @@ def on_rank_zero(what: str, work: Callable[[], Result]) -> Result:
     """
     everyone = world()
     result: Result | None = None
-    problem: str | None = None
+    problem: tuple[type[CheckpointError], str] | None = None
     cause: Exception | None = None
     if everyone.rank == 0:
         try:
             with long_work(what):
                 result = work()
         except (CheckpointError, *HDF5_ERRORS) as error:
-            problem, cause = sentence(what, error), error
+            told = error if isinstance(error, CheckpointError) else CheckpointError()
+            problem, cause = (type(told), sentence(what, error)), error
     result, problem = everyone.broadcast_object((result, problem))
     if problem is not None:
-        raise CheckpointError(problem) from cause
+        kind, text = problem
+        raise kind(text) from cause
     return result
 
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tparmpi.errors import CheckpointError
-from tparmpi.io import format as fmt
 from tparmpi.io import publish
 from tparmpi.io.agreement import on_rank_zero
 from tparmpi.io.copies import convert, export
@@ -23,6 +21,7 @@ from tparmpi.io.inspection import (
     verify,
 )
 from tparmpi.io.loading import load
+from tparmpi.io.pruning import best, prune
 from tparmpi.io.report import LoadReport
 from tparmpi.io.saving import save
 from tparmpi.io.state import HasState, HasSteps
@@ -41,6 +40,7 @@ __all__ = [
     "Transpose",
     "Unflatten",
     "ValueDifference",
+    "best",
     "checkpoints",
     "convert",
     "diff",
@@ -73,44 +73,6 @@ def checkpoints(folder: str | Path) -> list[Path]:
         f"list the checkpoints in {folder}", lambda: publish.published(Path(folder))
     )
     return [path for _, path in found]
-
-
-def prune(folder: str | Path, keep: int) -> list[Path]:
-    """Remove all but the newest `keep` checkpoints. Collective over all ranks.
-
-    An old one in whose folder lies anything but a checkpoint's own files stays. Of a
-    symbolic link only the link is removed.
-
-    Parameters
-    ----------
-    folder : str or Path
-    keep : int
-        At least 1.
-
-    Returns
-    -------
-    list of Path
-        Those removed.
-
-    Raises
-    ------
-    CheckpointError
-        `keep` is below 1 or no integer, or one cannot be removed.
-    """
-    keep = fmt.integer("keep", keep)
-    if keep < 1:
-        raise CheckpointError(
-            f"at least 1 checkpoint must be kept, not {keep}: a run resumes from it"
-        )
-
-    def remove() -> list[Path]:
-        old = [path for _, path in publish.published(Path(folder))[:-keep]]
-        old = [path for path in old if publish.obstacle(path) is None]
-        for path in old:
-            publish.withdraw(path)
-        return old
-
-    return on_rank_zero(f"remove old checkpoints from {folder}", remove)
 
 
 def step_path(folder: str | Path, step: int) -> Path:

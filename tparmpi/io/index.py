@@ -8,6 +8,8 @@ Local: no MPI here.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,17 +18,18 @@ import h5py
 import numpy as np
 from h5py import h5d, h5s, h5t
 
-from tparmpi.errors import CheckpointError
+from tparmpi.errors import CheckpointError, DamagedCheckpointError
 from tparmpi.io import format as fmt
 from tparmpi.io.planner import Box, fills
 from tparmpi.io.untrusted import (
-    HDF5_ERRORS,
+    OtherVersion,
     Refused,
     attribute,
     datasets,
     integer,
     open_file,
     text,
+    told,
 )
 from tparmpi.io.writer import Header
 
@@ -66,24 +69,37 @@ def read_index(folder: Path) -> Index:
     CheckpointError
         The folder holds no checkpoint, or not one that this program can have written.
     """
+    with _opened(folder) as file:
+        header = _read_header(file)
+        tensors: dict[str, StoredTensor] = {}
+        for name, dataset in datasets(file):
+            tensors[name] = _read_tensor(name, dataset, header.save_id)
+    return Index(header, tensors)
+
+
+def read_header(folder: Path) -> Header:
+    """Read what ``index.h5`` records beside the tensors, and nothing else. Local.
+
+    Raises
+    ------
+    CheckpointError
+        As for :func:`read_index`.
+    """
+    with _opened(folder) as file:
+        return _read_header(file)
+
+
+@contextmanager
+def _opened(folder: Path) -> Iterator[h5py.File]:
     path = folder / fmt.INDEX_NAME
     if not folder.is_dir():
         raise CheckpointError(f"there is no checkpoint folder {folder}")
     if not path.exists():
-        raise CheckpointError(
+        raise DamagedCheckpointError(
             f"{folder} is not a checkpoint: it has no {fmt.INDEX_NAME}"
         )
-    try:
-        with open_file(path) as file:
-            header = _read_header(file)
-            tensors: dict[str, StoredTensor] = {}
-            for name, dataset in datasets(file):
-                tensors[name] = _read_tensor(name, dataset, header.save_id)
-    except HDF5_ERRORS as error:
-        raise CheckpointError(f"{path} cannot be read: {fmt.reason(error)}") from error
-    except Refused as refused:
-        raise CheckpointError(f"{path} is refused: {refused}") from refused
-    return Index(header, tensors)
+    with told(path), open_file(path) as file:
+        yield file
 
 
 def _read_header(file: h5py.File) -> Header:
@@ -91,7 +107,7 @@ def _read_header(file: h5py.File) -> Header:
         raise Refused("it is not a tparmpi checkpoint")
     version = integer(file, "format_version")
     if version != fmt.VERSION:
-        raise Refused(
+        raise OtherVersion(
             f"its format has version {version}, this tparmpi reads version "
             f"{fmt.VERSION}; use a newer tparmpi"
         )

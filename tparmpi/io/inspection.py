@@ -6,7 +6,7 @@ Local, without ranks and without MPI.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,13 +14,15 @@ from typing import Any
 
 import numpy as np
 
-from tparmpi.errors import CheckpointError
+from tparmpi.errors import CheckpointError, counted
 from tparmpi.io import format as fmt
 from tparmpi.io import publish, reader
 from tparmpi.io.index import Index, StoredTensor, read_index
 from tparmpi.io.planner import Box
 from tparmpi.io.reader import BlockReader
+from tparmpi.io.untrusted import open_data_file, told
 
+_SHOWN = 4
 _HEADER = ("step", "seed", "position", "optimizer_steps", "extra")
 
 
@@ -218,6 +220,8 @@ def diff(first: str | Path, second: str | Path) -> Difference:
 def find(path: str | Path) -> list[Path]:
     """The checkpoints that a path stands for, by rising step. Local.
 
+    Those that have lost their index are among them: who looks at them is told.
+
     Parameters
     ----------
     path : str or Path
@@ -229,11 +233,12 @@ def find(path: str | Path) -> list[Path]:
         There is none.
     """
     folder = Path(path)
-    if (folder / fmt.INDEX_NAME).is_file():
-        return [folder]
     inner = folder / "checkpoints"
     try:
-        found = publish.published(inner if inner.is_dir() else folder)
+        if (folder / fmt.INDEX_NAME).is_file() or publish.is_headless(folder):
+            return [folder]
+        within = inner if inner.is_dir() else folder
+        found = sorted([*publish.published(within), *publish.headless(within)])
     except OSError as error:
         raise CheckpointError(f"cannot list {folder}: {fmt.reason(error)}") from error
     if not found:
@@ -241,6 +246,28 @@ def find(path: str | Path) -> list[Path]:
             f"there is no checkpoint in {folder}; give a run's folder or a checkpoint's"
         )
     return [checkpoint for _, checkpoint in found]
+
+
+def flaw(path: str | Path) -> str | None:
+    """What a look at a checkpoint's folder shows to be wrong with it. Local.
+
+    The index is read and checked; data files are opened, which shows that one is
+    missing, cut, or of another save. :func:`verify` reads them.
+
+    Returns
+    -------
+    str or None
+        A sentence. None if nothing is wrong as far as can be seen.
+    """
+    folder = Path(path)
+    try:
+        index = read_index(folder)
+        for name in _files(index):
+            with told(folder / name):
+                open_data_file(folder / name, index.header.save_id).close()
+    except CheckpointError as error:
+        return str(error)
+    return None
 
 
 def _files(index: Index) -> list[str]:
@@ -266,7 +293,7 @@ def _verify_file(folder: Path, index: Index, file_name: str) -> list[str]:
             strangers = set(blocks.datasets(file_name)) - set(stored)
         except CheckpointError as error:
             # Nothing in it can be read.
-            return [str(error)]
+            return [f"{error}; in it: {_listed(list(stored))}"]
         for name in sorted(strangers):
             problems.append(
                 f"{folder / file_name} holds '{name}', unknown to the index"
@@ -277,6 +304,12 @@ def _verify_file(folder: Path, index: Index, file_name: str) -> list[str]:
             except CheckpointError as error:
                 problems.append(str(error))
     return problems
+
+
+def _listed(names: Sequence[str]) -> str:
+    shown = ", ".join(f"'{name}'" for name in names[:_SHOWN])
+    more = len(names) - _SHOWN
+    return f"{shown} and {counted(more, 'more tensor')}" if more > 0 else shown
 
 
 def _compare(

@@ -172,6 +172,25 @@ def published(folder: Path) -> list[tuple[int, Path]]:
     return sorted(found.items())
 
 
+def headless(folder: Path) -> list[tuple[int, Path]]:
+    """Steps and paths of what was published in a folder and has lost its index."""
+    if not folder.is_dir():
+        return []
+    found = []
+    for path in folder.iterdir():
+        match = STEP_NAME.fullmatch(path.name)
+        if match and is_headless(path):
+            found.append((int(match[1]), path))
+    return sorted(found)
+
+
+def is_headless(path: Path) -> bool:
+    """Whether a folder holds data files of a checkpoint but no index."""
+    if not path.is_dir() or os.path.lexists(path / fmt.INDEX_NAME):
+        return False
+    return any(fmt.DATA_NAME.fullmatch(name) for name in os.listdir(path))
+
+
 def _contents(folder: Path) -> tuple[list[str], list[str]]:
     """Names of a folder's entries: those that a save can have written, all others."""
     own, others = [], []

@@ -18,16 +18,14 @@ import h5py
 import numpy as np
 from h5py import h5d
 
-from tparmpi.errors import CheckpointError
 from tparmpi.io import format as fmt
 from tparmpi.io.index import Index, StoredPiece, StoredTensor
 from tparmpi.io.planner import Box
 from tparmpi.io.untrusted import (
-    HDF5_ERRORS,
     Refused,
     datasets,
-    open_file,
-    text,
+    open_data_file,
+    told,
     walk,
 )
 
@@ -110,20 +108,12 @@ class BlockReader:
     def _file(self, file_name: str, name: str | None) -> Iterator[_DataFile]:
         """A data file, opened once, and its errors in a sentence."""
         path = self._folder / file_name
-        try:
+        needed = f"; '{name}' cannot be read without it" if name else ""
+        with told(path, needed):
             if file_name not in self._files:
                 save_id = self._index.header.save_id
                 self._files[file_name] = _DataFile(path, save_id, self._pool)
             yield self._files[file_name]
-        except FileNotFoundError as error:
-            needed = f"; '{name}' cannot be read without it" if name else ""
-            raise CheckpointError(f"{path} is missing{needed}") from error
-        except HDF5_ERRORS as error:
-            raise CheckpointError(
-                f"{path} cannot be read: {fmt.reason(error)}"
-            ) from error
-        except Refused as refused:
-            raise CheckpointError(f"{path} is refused: {refused}") from refused
 
 
 class _DataFile:
@@ -131,10 +121,8 @@ class _DataFile:
 
     def __init__(self, path: Path, save_id: str, pool: ThreadPoolExecutor) -> None:
         self._pool = pool
-        self._file = open_file(path)
+        self._file = open_data_file(path, save_id)
         try:
-            if text(self._file, "save_id") != save_id:
-                raise Refused("it belongs to another save")
             self._descriptor = os.open(path, os.O_RDONLY)
         except BaseException:
             self._file.close()

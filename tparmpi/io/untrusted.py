@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import os
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import h5py
 from h5py import h5a, h5t
 
+from tparmpi.errors import CheckpointError, DamagedCheckpointError
 from tparmpi.io import format as fmt
 
 # What h5py raises for files that are cut, damaged or made to confuse it.
@@ -24,6 +27,10 @@ class Refused(Exception):
     """Why a file is not read; always turned into a CheckpointError with its path."""
 
 
+class OtherVersion(Refused):
+    """A file that is whole but of a version that this program does not read."""
+
+
 def open_file(path: Path) -> h5py.File:
     """Open a regular file for reading, without a lock."""
     mode = os.lstat(path).st_mode
@@ -32,6 +39,50 @@ def open_file(path: Path) -> h5py.File:
     # A published file never changes, so it needs no lock; some shared file systems
     # refuse locks.
     return h5py.File(path, "r", locking=False)
+
+
+@contextmanager
+def told(path: Path, needed: str = "") -> Iterator[None]:
+    """Errors of a file of a checkpoint, in a sentence that names it.
+
+    Parameters
+    ----------
+    needed
+        What follows where the file is missing.
+
+    Raises
+    ------
+    DamagedCheckpointError
+        It is missing or cannot be what was written.
+    CheckpointError
+        It cannot be read for another reason, and may be whole.
+    """
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise DamagedCheckpointError(f"{path} is missing{needed}") from error
+    except PermissionError as error:
+        raise CheckpointError(f"{path} cannot be read: {fmt.reason(error)}") from error
+    except HDF5_ERRORS as error:
+        raise DamagedCheckpointError(
+            f"{path} cannot be read: {fmt.reason(error)}"
+        ) from error
+    except OtherVersion as refused:
+        raise CheckpointError(f"{path} is refused: {refused}") from refused
+    except Refused as refused:
+        raise DamagedCheckpointError(f"{path} is refused: {refused}") from refused
+
+
+def open_data_file(path: Path, save_id: str) -> h5py.File:
+    """Open a data file of a save for reading."""
+    file = open_file(path)
+    try:
+        if text(file, "save_id") != save_id:
+            raise Refused("it belongs to another save")
+    except BaseException:
+        file.close()
+        raise
+    return file
 
 
 def datasets(file: h5py.File) -> list[tuple[str, h5py.Dataset]]:

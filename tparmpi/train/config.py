@@ -219,6 +219,15 @@ class CheckpointSection:
         resume=FREE,
     )
     keep: int = _key(2, "newest checkpoints kept (0: all)", at_least=0, resume=FREE)
+    keep_every: int = _key(
+        0,
+        "checkpoints at multiples of so many steps stay for good (0: none)",
+        at_least=0,
+        resume=FREE,
+    )
+    keep_best: bool = _key(
+        True, "the checkpoint of the lowest validation loss stays", resume=FREE
+    )
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -66,11 +66,14 @@ class Sampling:
         return int(np.searchsorted(cumulative, drawn * cumulative[-1], side="right"))
 
 
-def generate(path: Path, prompt: str, sampling: Sampling) -> Iterator[str]:
+def generate(
+    path: Path, prompt: str, sampling: Sampling, note: Callable[[str], None]
+) -> Iterator[str]:
     """Yield the prompt and what the model in run folder `path` adds to it, in pieces.
 
     Every piece is the same on every rank. The model sees the last `seq_len` tokens.
-    Collective over all ranks, as is each step of the iterator.
+    `note` is given a sentence about each checkpoint that is damaged and newer than the
+    one that is taken. Collective over all ranks, as is each step of the iterator.
 
     Raises
     ------
@@ -90,11 +93,13 @@ def generate(path: Path, prompt: str, sampling: Sampling) -> Iterator[str]:
     mesh = tpm.mesh(dp=layout.dp, tp=layout.tp)
     model = build_model(config, mesh)
     with memory_for(model, 1, "this model"):
-        report = load_newest(folder.checkpoints, model, aim="generate")
-    if report is None:
+        newest = load_newest(folder.checkpoints, model)
+    if newest.report is None:
         raise RunFolderError(
             f"{path} has no checkpoint yet: give `tparmpi train` the time to save one"
         )
+    for text in newest.notes:
+        note(text)
     model.eval()
 
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")

@@ -39,6 +39,8 @@ from tparmpi.train.signals import StopSignals
 
 VALIDATION_TOKENS = 1 << 16
 """How much of the validation text one evaluation reads, spread over all of it."""
+VALIDATION_LOSS = "val_loss"
+"""By what name a checkpoint records it."""
 
 
 @dataclass(frozen=True)
@@ -153,6 +155,8 @@ class Training:
         self._step = self._saved = 0
         self._evaluated = -1
         self._complete = self._exceeds = False
+        self._damaged: set[str] = set()
+        """Names of checkpoints known to be damaged."""
         self._loss: float | None = None
         self._val_loss: float | None = None
         self._metrics: MetricsFile | None = None
@@ -190,13 +194,14 @@ class Training:
         """
         self._folder = folder
         self._held = held
-        report = load_newest(
-            folder.checkpoints, self._model, self._optimizer, aim="resume"
-        )
-        if report is None:
+        newest = load_newest(folder.checkpoints, self._model, self._optimizer)
+        for note in newest.notes:
+            self._show.say(note)
+        self._damaged = {path.name for path in newest.damaged}
+        if newest.report is None:
             self._model.initialize(self._config.train.seed)
         else:
-            self._resume(report)
+            self._resume(newest.report)
         recorded = from_rank_zero(self._open_files)
         self._evaluated, self._loss, self._val_loss = recorded
 
@@ -363,7 +368,7 @@ class Training:
                 step=self._step,
                 seed=config.train.seed,
                 position=self._step * config.train.batch_size,
-                extra={"text": self._text},
+                extra=self._extra(path.name),
             )
         except CheckpointError as error:
             how = f"resumes after step {self._saved}" if self._saved else "begins anew"
@@ -371,9 +376,34 @@ class Training:
                 f"{error}; make room or mend the folder, then the same command {how}"
             ) from error
         self._saved = self._step
-        if config.checkpoint.keep:
-            checkpoint.prune(self._folder.checkpoints, config.checkpoint.keep)
-        self._show.say(f"step {self._step}: saved {path}")
+        self._damaged.discard(path.name)
+        self._show.say(f"step {self._step}: saved {path}{self._prune(path)}")
+
+    def _extra(self, name: str) -> dict[str, Any]:
+        """What a checkpoint that gets the folder `name` records for later starts."""
+        extra: dict[str, Any] = {"text": self._text}
+        loss = self._val_loss if self._evaluated == self._step else None
+        if loss is not None and math.isfinite(loss):
+            extra[VALIDATION_LOSS] = loss
+        if damaged := self._damaged - {name}:
+            extra["damaged"] = sorted(damaged)
+        return extra
+
+    def _prune(self, newest: Path) -> str:
+        """Remove old checkpoints; returns what is to be said of the newest."""
+        config, folder = self._config.checkpoint, self._folder.checkpoints
+        by = VALIDATION_LOSS if config.keep_best else None
+        if config.keep:
+            checkpoint.prune(
+                folder,
+                config.keep,
+                keep_every=config.keep_every,
+                keep_best=by,
+                damaged=self._damaged,
+            )
+        if by is None or checkpoint.best(folder, by) != newest:
+            return ""
+        return ", the lowest validation loss so far"
 
     def _before_save(self) -> None:
         if not all(lock.is_held() for lock in self._held):
@@ -392,6 +422,9 @@ class Training:
                 "same text to resume it, or another folder with --run"
             )
         self._step = self._saved = report.step
+        damaged = report.extra.get("damaged")
+        if isinstance(damaged, list):
+            self._damaged.update(name for name in damaged if isinstance(name, str))
         if self._step > self._config.train.steps:
             # What is recorded must not say less than what was done.
             self._exceeds = True
