@@ -243,6 +243,7 @@ def gpt2(model):
         out = values[f"{ours}.attn.out.weight"].reshape(width, width)
         found[f"{theirs}.attn.c_proj.weight"] = out
         found[f"{theirs}.attn.c_proj.bias"] = values[f"{ours}.attn.out.bias"]
+        found[f"{theirs}.attn.bias"] = np.tri(3, dtype=np.float32)[None, None]
     return found
 
 

@@ -21,14 +21,16 @@ from tparmpi.io.inspection import (
     verify,
 )
 from tparmpi.io.loading import load
+from tparmpi.io.mapping import WeightMapping, read_mapping
 from tparmpi.io.pruning import best, prune
 from tparmpi.io.report import LoadReport
 from tparmpi.io.saving import save
 from tparmpi.io.state import HasState, HasSteps
-from tparmpi.io.transforms import Interleave, Merge, Split, Transpose, Unflatten
+from tparmpi.io.transforms import Drop, Interleave, Merge, Split, Transpose, Unflatten
 
 __all__ = [
     "Difference",
+    "Drop",
     "HasState",
     "HasSteps",
     "Interleave",
@@ -40,6 +42,7 @@ __all__ = [
     "Transpose",
     "Unflatten",
     "ValueDifference",
+    "WeightMapping",
     "best",
     "checkpoints",
     "convert",
@@ -49,6 +52,7 @@ __all__ = [
     "latest",
     "load",
     "prune",
+    "read_mapping",
     "save",
     "step_path",
     "verify",

@@ -62,7 +62,7 @@ def load(
         Whether a tensor of another dtype is an error, or converted: floating types into
         each other, complex ones too, integers into those that hold all their values. A
         number beyond the range of the model's dtype is an error.
-    transforms : sequence of Split, Merge, Transpose, Unflatten or Interleave
+    transforms : sequence of Split, Merge, Transpose, Unflatten, Interleave or Drop
         Applied to the stored tensors in this order, before `remap`.
     remap : sequence of (str, str or callable)
         Regular expressions and what replaces them in stored names, one after the other,

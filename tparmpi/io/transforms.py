@@ -257,6 +257,25 @@ class Interleave:
         return result
 
 
+@dataclass(frozen=True)
+class Drop:
+    """Stored tensors are left out, as other programs' masks and counters are.
+
+    Unlike the others it may match nothing.
+
+    Parameters
+    ----------
+    pattern : str
+        A regular expression that a name must match whole.
+    """
+
+    pattern: str
+
+    def apply(self, views: Mapping[str, View]) -> Views:
+        """The tensors that are there afterwards."""
+        return {n: v for n, v in views.items() if _match(self.pattern, n) is None}
+
+
 def arrange(
     views: Mapping[str, View], transforms: Sequence[Transform], remap: Renames
 ) -> Views:
@@ -292,7 +311,7 @@ def arrange(
                 raise CheckpointError(f"{name!r} is no name that a tensor can have")
             result[path] = view
     for transform, found in zip(transforms, matched, strict=True):
-        if not found:
+        if not found and not isinstance(transform, Drop):
             raise CheckpointError(
                 f"{transform} matches no tensor; names have dots, and a pattern must "
                 "match one whole"

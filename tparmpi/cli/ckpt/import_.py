@@ -11,8 +11,9 @@ SUMMARY = "copy safetensors files to a checkpoint"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments. Local."""
     parser.description = (
-        "Copies safetensors files to a checkpoint, with other names if need be. Holds "
-        "one tensor at a time. Needs the extra tparmpi[safetensors]."
+        "Copies safetensors files to a checkpoint. A mapping splits, merges and turns "
+        "tensors and renames them; --remap renames after it. Holds one tensor at a "
+        "time. Needs the extra tparmpi[safetensors]."
     )
     parser.add_argument(
         "source",
@@ -20,6 +21,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=".safetensors, .safetensors.index.json, or a folder with one of them",
     )
     parser.add_argument("target", metavar="NEW", help="folder of the new checkpoint")
+    parser.add_argument(
+        "--mapping",
+        metavar="FILE",
+        help="TOML file of transforms and renames, as docs/checkpoints.md describes",
+    )
     parser.add_argument(
         "--remap",
         nargs=2,
@@ -39,14 +45,22 @@ def run(arguments: argparse.Namespace) -> tuple[int, list[str], Any]:
 
     from tparmpi.errors import CheckpointError
     from tparmpi.io import copies, weights
+    from tparmpi.io.mapping import WeightMapping, read_mapping
 
     source = Path(arguments.source)
     if not weights.is_weights(source):
         raise CheckpointError(
             f"{source} holds no safetensors files; give one, or their folder"
         )
+    mapping = WeightMapping([], [])
+    if arguments.mapping is not None:
+        mapping = read_mapping(arguments.mapping)
     path = copies.convert(
-        source, arguments.target, files=arguments.files, remap=arguments.remap
+        source,
+        arguments.target,
+        files=arguments.files,
+        transforms=mapping.transforms,
+        remap=[*mapping.remap, *arguments.remap],
     )
     facts = {"source": str(source), "path": str(path)}
     return 0, [f"{source}: imported to {path}"], facts
