@@ -81,7 +81,7 @@ def simulate(
     stages: int,
     microbatches: int,
     chunks: int = 1,
-    seconds: Mapping[str, float] = SECONDS,
+    seconds: Mapping[str, float] | Sequence[Mapping[str, float]] = SECONDS,
 ) -> Timeline:
     """Return what `schedule` does with `microbatches` on `stages`. Local.
 
@@ -90,7 +90,8 @@ def simulate(
     chunks
         Chunks of layers a stage.
     seconds
-        Time of each kind of work for the layers of one chunk.
+        Time of each kind of work for the layers of one chunk; one mapping for each
+        stage where stages differ.
 
     Raises
     ------
@@ -103,7 +104,8 @@ def simulate(
     ]
     for stage, program in enumerate(programs):
         _check_complete(stage, program, microbatches, chunks)
-    run = _Run(programs, stages, chunks, seconds)
+    times = [seconds] * stages if isinstance(seconds, Mapping) else seconds
+    run = _Run(programs, stages, chunks, times)
     while run.advance():
         pass
     if not run.is_done:
@@ -120,7 +122,7 @@ class _Run:
         programs: Sequence[Sequence[Instruction]],
         stages: int,
         chunks: int,
-        seconds: Mapping[str, float],
+        seconds: Sequence[Mapping[str, float]],
     ) -> None:
         self.programs = programs
         self.stages = stages
@@ -167,7 +169,7 @@ class _Run:
             if not self._receive(stage, work):
                 break
             begin = self.clock[stage]
-            end = begin + self.seconds[work.kind]
+            end = begin + self.seconds[stage][work.kind]
             self.clock[stage] = end
             self.events[stage].append(Event(work, begin, end))
             self.at[stage] += 1

@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import argparse
 
-from tparmpi.cli.bench import collectives, dispatch, pipeline
+from tparmpi.cli.bench import collectives, dispatch, pipeline, train
 
-SUMMARY = "measure collectives, operators and pipelines"
+SUMMARY = "measure collectives, operators, pipelines and steps of training"
 
-_WHAT = {"collectives": collectives, "dispatch": dispatch, "pipeline": pipeline}
+_WHAT = {
+    "collectives": collectives,
+    "dispatch": dispatch,
+    "pipeline": pipeline,
+    "train": train,
+}
+# How long these take is for the number of their steps to say.
+_BY_STEPS = (train,)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -21,13 +28,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     choices = parser.add_subparsers(dest="what", metavar="WHAT", required=True)
     for name, command in _WHAT.items():
         chosen = choices.add_parser(name, help=command.SUMMARY, allow_abbrev=False)
-        chosen.add_argument(
-            "--seconds",
-            type=float,
-            default=1.0,
-            metavar="S",
-            help="time for each measurement, about (%(default)s)",
-        )
+        if command not in _BY_STEPS:
+            chosen.add_argument(
+                "--seconds",
+                type=float,
+                default=1.0,
+                metavar="S",
+                help="time for each measurement, about (%(default)s)",
+            )
         chosen.add_argument(
             "--json", action="store_true", help="print one line of JSON, not tables"
         )
@@ -38,6 +46,6 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the command; returns the exit code. Collective over all ranks."""
     from tparmpi.errors import UsageError
 
-    if arguments.seconds <= 0:
+    if getattr(arguments, "seconds", 1.0) <= 0:
         raise UsageError(f"bench: --seconds must be positive, not {arguments.seconds}")
     return _WHAT[arguments.what].run(arguments)

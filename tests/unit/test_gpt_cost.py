@@ -1,0 +1,38 @@
+"""What a GPT's step costs, counted by hand."""
+
+from __future__ import annotations
+
+from tparmpi.models import GPTConfig
+from tparmpi.models.gpt_cost import GPTPart, Product
+
+CONFIG = GPTConfig(2, 12, 3, 5, 7, d_ff=10, tied=False)
+
+
+def test_products_of_a_split_model():
+    counts = GPTPart(CONFIG, 2, members=2, member=1).products(15)
+    # The second member has one of three heads of 4, half of 10, and 3 of 7 tokens.
+    assert counts[Product(15, 12, 4)] == 2 * 3 + 2
+    assert counts[Product(15, 4, 12)] == 2 + 2 * 3
+    assert counts[Product(12, 15, 4)] == 2 * 3
+    assert counts[Product(4, 15, 12)] == 2
+    assert counts[Product(15, 12, 5)] == counts[Product(15, 5, 12)] == 2 * 2
+    assert counts[Product(15, 12, 3)] == counts[Product(12, 15, 3)] == 1
+    assert counts.total() == 3 * (2 * 6 + 1)
+
+
+def test_forwards_make_a_third_of_the_products():
+    part = GPTPart(CONFIG, 1, has_output=False)
+    forward, whole = part.products(15, trains=False), part.products(15)
+    flops = [sum(p.flops * n for p, n in c.items()) for c in (forward, whole)]
+    assert flops[1] == 3 * flops[0] == 3 * 2 * 15 * (4 * 12 * 12 + 2 * 12 * 10)
+
+
+def test_activations_of_a_part():
+    hidden = GPTPart(CONFIG, 1, has_input=False, has_output=False)
+    # Two norms' inputs and outputs and their numbers; attention; inner features.
+    numbers = 4 * 12 + 4 + (4 * 12 + 3) + 2 * 10
+    assert hidden.activation_bytes(15) == 15 * 4 * numbers
+    whole = GPTPart(CONFIG, 1)
+    more = 4 * (2 * 12 + 2 + 7 + 1) + 2 * 8
+    assert whole.activation_bytes(15) == 15 * (4 * numbers + more)
+    assert whole.activation_bytes(15, 8) == 15 * (8 * numbers + 2 * more - 2 * 8)
