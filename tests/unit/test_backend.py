@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import platform
 import subprocess
 import sys
 
@@ -10,7 +12,7 @@ import numpy as np
 import pytest
 
 from tparmpi import backend
-from tparmpi.backend import dtypes
+from tparmpi.backend import dtypes, host_memory
 from tparmpi.errors import DeviceError
 
 
@@ -81,6 +83,33 @@ def test_cpu_arrays(values):
     assert np.array_equal(packed, values)
     assert (packed is values) == values.flags.c_contiguous
     cpu.synchronize()
+
+
+FAULTS = """
+import resource
+import numpy as np
+from tparmpi.backend.host_memory import keep_freed
+
+kept = keep_freed()
+for number in range(11):
+    np.empty(2**25, np.uint8)[:] = number
+    if number == 0:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+print(kept, resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc")
+@pytest.mark.parametrize("chosen", ["", "MALLOC_MMAP_THRESHOLD_"])
+def test_freed_memory_is_kept_unless_the_user_chose(chosen):
+    """Else each array of 32 MiB begins with at least 16 page faults."""
+    variables = {k: v for k, v in os.environ.items() if k not in host_memory.CHOICES}
+    if chosen:
+        variables[chosen] = "131072"
+    command = [sys.executable, "-c", FAULTS]
+    kept, faults = subprocess.check_output(command, env=variables).split()
+    assert kept == (b"False" if chosen else b"True")
+    assert (int(faults) < 100) == (not chosen)
 
 
 def test_cpu_allocation():

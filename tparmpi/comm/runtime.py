@@ -6,6 +6,7 @@ import os
 import threading
 from typing import TYPE_CHECKING, Any
 
+from tparmpi.backend.host_memory import keep_freed
 from tparmpi.comm import binding, failure, progress, tuning
 from tparmpi.comm.launcher import launched
 from tparmpi.comm.settings import DeviceSettings
@@ -138,6 +139,8 @@ def _start(comm: MPI.Intracomm | None, settings: DeviceSettings) -> World:
         )
     state = World(comm)
     failure.join(state, finalizes=starts_mpi)
+    if bound.kind == "cpu":
+        keep_freed()
     _gather(state, bound, settings)
     return state
 
