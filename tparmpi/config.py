@@ -37,6 +37,9 @@ class Environment:
     watchdog : float
         ``TPARMPI_WATCHDOG``: how many seconds a rank may wait for others before the
         job is ended; 0 for ever.
+    staging_mib : int
+        ``TPARMPI_STAGING_MIB``: MiB that a rank may use between tensors and files, at
+        least 16.
     """
 
     device: str | None = None
@@ -45,6 +48,7 @@ class Environment:
     tuning: str | None = None
     check: bool = False
     watchdog: float = 300.0
+    staging_mib: int = 256
 
     @classmethod
     def read(cls, variables: Mapping[str, str]) -> Environment:
@@ -66,6 +70,7 @@ class Environment:
             tuning=variables.get("TPARMPI_TUNING") or None,
             check=_flag(variables, "TPARMPI_CHECK", default=False),
             watchdog=_seconds(variables, "TPARMPI_WATCHDOG", default=300.0),
+            staging_mib=_mebibytes(variables, "TPARMPI_STAGING_MIB", default=256),
         )
 
 
@@ -87,6 +92,15 @@ def _seconds(variables: Mapping[str, str], name: str, *, default: float) -> floa
     if not 0 <= value < float("inf"):
         raise UsageError(f"{name} must be a number of seconds, it is {text!r}")
     return value
+
+
+def _mebibytes(variables: Mapping[str, str], name: str, *, default: int) -> int:
+    text = variables.get(name) or None
+    if text is None:
+        return default
+    if not (text.isascii() and text.isdecimal()) or not 16 <= int(text) < 1 << 31:
+        raise UsageError(f"{name} must be a number of MiB from 16 on, it is {text!r}")
+    return int(text)
 
 
 @cache

@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
 import sys
+import tracemalloc
+import zlib
 
 import h5py
 import ml_dtypes
@@ -13,19 +16,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.io_samples import SAVE_ID, samples, unique, write
-from tparmpi.errors import CheckpointError
+from tparmpi.config import Environment
+from tparmpi.errors import CheckpointError, UsageError
+from tparmpi.io import checksums, reader, staging, writer
 from tparmpi.io import format as fmt
-from tparmpi.io import reader, writer
 from tparmpi.io.index import read_index
 from tparmpi.io.planner import Box
-from tparmpi.io.reader import BlockReader, slabs
+from tparmpi.io.reader import BlockReader
+from tparmpi.io.slabs import boxes, contiguous, place, slabs, touched
+from tparmpi.io.writer import Shard, write_data_file
 
 
 def shrink(patch):
-    """Checksums per 64 bytes and slabs of 256, so that small files have many."""
+    """Checksums per 64 bytes and parts of 128, so that small files have many."""
     patch.setattr(fmt, "BLOCK_BYTES", 64)
-    patch.setattr(writer, "WRITE_BYTES", 128)
-    patch.setattr(reader, "STAGING_BYTES", 256)
+    patch.setattr(staging, "part_bytes", lambda: 128)
 
 
 @pytest.fixture
@@ -170,6 +175,40 @@ def test_slabs_are_contiguous_small_and_hold_the_part(data):
     assert (covered[part.slices()] == 1).all()
 
 
+@settings(deadline=None)
+@given(st.data())
+def test_a_range_of_file_order_is_few_boxes(data):
+    shape = tuple(data.draw(st.lists(st.integers(1, 6), max_size=4)))
+    size = int(np.prod(shape))
+    end = data.draw(st.integers(0, size))
+    first = data.draw(st.integers(0, end))
+    order = np.arange(size).reshape(shape)
+    found = boxes(shape, first, end)
+    places = [order[box.slices()].reshape(-1) for box in found]
+    assert np.array_equal(np.concatenate([[], *places]), np.arange(first, end))
+    assert len(found) <= max(1, 2 * len(shape) - 1)
+    for box, numbers in zip(found, places, strict=True):
+        assert place(shape, box.offset) == numbers[0]
+        assert contiguous(shape, box)
+
+
+@settings(deadline=None)
+@given(st.data())
+def test_a_part_needs_the_blocks_that_hold_its_elements(data):
+    shape = tuple(data.draw(st.lists(st.integers(1, 9), max_size=3)))
+    offset = tuple(data.draw(st.integers(0, n - 1)) for n in shape)
+    extent = tuple(
+        data.draw(st.integers(1, n - o)) for n, o in zip(shape, offset, strict=True)
+    )
+    part, block = Box(offset, extent), data.draw(st.integers(1, 60))
+    order = np.arange(int(np.prod(shape))).reshape(shape)
+    places = np.atleast_1d(order[part.slices()]).reshape(-1)
+    assert contiguous(shape, part) == bool((np.diff(places) == 1).all())
+    runs = touched(shape, part, block)
+    found = [number for first, end in runs for number in range(first, end)]
+    assert found == sorted(set((places // block).tolist()))
+
+
 def test_a_column_block_reads_only_the_blocks_it_needs(
     tmp_path, small_blocks, monkeypatch
 ):
@@ -187,6 +226,107 @@ def test_a_column_block_reads_only_the_blocks_it_needs(
         found = blocks.read("model/w", Box((1, 300), (2, 10)))
     assert np.array_equal(found, array[1:3, 300:310])
     assert sum(counts) == 2 * 64
+
+
+def test_whole_blocks_are_read_once_straight_to_where_they_are_wanted(
+    tmp_path, small_blocks, monkeypatch
+):
+    array = unique((20, 40), np.float32)
+    folder = write(tmp_path / "a", {"model/w": array})
+    target = np.empty((15, 40), np.float32)
+    begin = target.__array_interface__["data"][0]
+    memory = range(begin, begin + target.nbytes)
+    straight, staged = [], []
+    read_at = reader.read_at
+
+    def counting(descriptor, part, offset):
+        address = np.frombuffer(part, np.uint8).__array_interface__["data"][0]
+        (straight if address in memory else staged).append(
+            (descriptor, offset, len(part))
+        )
+        read_at(descriptor, part, offset)
+
+    monkeypatch.setattr(reader, "read_at", counting)
+    with BlockReader(folder, read_index(folder)) as blocks:
+        blocks.read_into("model/w", Box((3, 0), (15, 40)), target)
+    assert np.array_equal(target, array[3:18])
+    assert len(set(straight + staged)) == len(straight + staged)
+    # From the first file bytes 480 to 1600, from the second 0 to 1280: one block is
+    # needed in part.
+    assert sum(count for *_, count in straight) == (1600 - 512) + 1280
+    assert [count for *_, count in staged] == [64]
+
+
+def test_a_check_reads_each_block_once(tmp_path, small_blocks, monkeypatch):
+    array = unique((20, 1000), np.float32)
+    folder = write(tmp_path / "a", {"model/w": array})
+    counts = []
+    read_at = reader.read_at
+
+    def counting(descriptor, part, offset):
+        counts.append(len(part))
+        read_at(descriptor, part, offset)
+
+    with BlockReader(folder, read_index(folder)) as blocks:
+        blocks.check("model/w", Box((0, 0), (1, 1)))
+        monkeypatch.setattr(reader, "read_at", counting)
+        blocks.check("model/w", whole(array))
+    assert sum(counts) == array.nbytes
+    assert max(counts) == 64
+
+
+def strided(kind):
+    """An array that does not lie in memory as it does in a file, and its values."""
+    values = unique((600, 350, 11), np.float32, 9)
+    array = {
+        "columns": np.repeat(values, 2, axis=1)[:, ::2],
+        "transposed": np.asfortranarray(values),
+        "backwards": values[::-1].copy()[::-1],
+        "big-endian": values.astype(">f4"),
+        "contiguous": values,
+    }[kind]
+    assert array.flags.c_contiguous == (kind in ("contiguous", "big-endian"))
+    return array, values
+
+
+@pytest.mark.parametrize(
+    "kind", ["columns", "transposed", "backwards", "big-endian", "contiguous"]
+)
+def test_what_lies_otherwise_in_memory_is_copied_by_parts(tmp_path, monkeypatch, kind):
+    array, values = strided(kind)
+    monkeypatch.setattr(fmt, "BLOCK_BYTES", 1 << 14)
+    monkeypatch.setattr(staging, "limit", lambda: 1 << 20)
+    synced = []
+    monkeypatch.setattr(
+        writer, "start_writeback", lambda *args: synced.append(args[1:])
+    )
+    asked = []
+
+    def to_host(part):
+        asked.append(part.size)
+        return np.array(part, np.float32, order="C")
+
+    shard = Shard("model/w", "float32", array.shape, lambda: array, to_host)
+    path = tmp_path / fmt.data_name(SAVE_ID, 0)
+    tracemalloc.start()
+    try:
+        sums = write_data_file(path, SAVE_ID, [shard])["model/w"]
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    with h5py.File(path) as file:
+        offset = file["model/w"].id.get_offset()
+        assert np.array_equal(file["model/w"][...], values)
+    data = values.tobytes()
+    blocks = [data[at : at + (1 << 14)] for at in range(0, len(data), 1 << 14)]
+    assert sums.tolist() == [zlib.crc32(block) for block in blocks]
+    # The disk is told of every byte, once.
+    assert sorted(synced)[0][0] == offset
+    assert sum(count for _, count in synced) == len(data)
+    if kind != "big-endian":
+        # The limit, and what the file and threads need.
+        assert peak < (1 << 20) + (1 << 18) < len(data) / 7
+    assert sum(asked) == (0 if array.flags.c_contiguous else values.size)
 
 
 def test_a_flipped_byte_is_found_and_its_block_named(tmp_path, small_blocks):
@@ -273,3 +413,25 @@ def test_a_write_that_the_system_takes_in_parts_is_completed(tmp_path, monkeypat
     folder = write(tmp_path / "a", {"model/w": array})
     with BlockReader(folder, read_index(folder)) as blocks:
         assert np.array_equal(blocks.read("model/w", whole(array)), array)
+
+
+def test_both_libraries_take_the_same_checksums(monkeypatch):
+    data = unique((3, 400_001), np.uint8).data.cast("B")
+    assert checksums.LIBRARY == "zlib-ng"
+    assert checksums.crc32(data) == zlib.crc32(data)
+    monkeypatch.setitem(sys.modules, "zlib_ng.zlib_ng", None)
+    without = importlib.reload(checksums)
+    try:
+        assert without.LIBRARY == "zlib"
+        assert without.crc32 is zlib.crc32
+    finally:
+        monkeypatch.undo()
+        importlib.reload(checksums)
+
+
+def test_staging_memory_is_a_number_of_mebibytes():
+    assert Environment.read({}).staging_mib == 256
+    assert Environment.read({"TPARMPI_STAGING_MIB": "16"}).staging_mib == 16
+    for wrong in ("15", "-1", "1e3", "64M", "٣٢", "9" * 20):
+        with pytest.raises(UsageError, match="TPARMPI_STAGING_MIB must be a number of"):
+            Environment.read({"TPARMPI_STAGING_MIB": wrong})

@@ -13,7 +13,7 @@ import pytest
 from tests.io_samples import SAVE_ID, samples, unique, write
 from tparmpi.errors import CheckpointError
 from tparmpi.io import format as fmt
-from tparmpi.io import inspection, reader
+from tparmpi.io import inspection, staging
 from tparmpi.io.index import read_index
 from tparmpi.io.planner import Box
 from tparmpi.io.reader import BlockReader
@@ -76,7 +76,6 @@ def test_any_flipped_byte_is_found_or_without_effect(tmp_path):
 
 def test_every_damaged_part_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(fmt, "BLOCK_BYTES", 64)
-    monkeypatch.setattr(reader, "STAGING_BYTES", 128)
     arrays = {name: unique((4, 100), np.float32) for name in ("model/a", "model/b")}
     folder = write(tmp_path / "a", arrays)
     assert inspection.verify(folder) == []
@@ -111,7 +110,7 @@ def test_missing_cut_and_foreign_parts_are_named(tmp_path):
 
 
 def test_equal_checkpoints_of_other_layouts_do_not_differ(tmp_path, monkeypatch):
-    monkeypatch.setattr(reader, "STAGING_BYTES", 64)
+    monkeypatch.setattr(staging, "SLAB_BYTES", 64)
     arrays = samples()
     one = write(tmp_path / "a", arrays)
     turned = dict(reversed(arrays.items()))
@@ -122,7 +121,7 @@ def test_equal_checkpoints_of_other_layouts_do_not_differ(tmp_path, monkeypatch)
 
 
 def test_a_difference_is_named_with_its_size(tmp_path, monkeypatch):
-    monkeypatch.setattr(reader, "STAGING_BYTES", 64)
+    monkeypatch.setattr(staging, "SLAB_BYTES", 64)
     arrays = {
         "model/w": unique((5, 9), np.float32),
         "model/z": unique((3,), np.complex128),

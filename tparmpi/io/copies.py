@@ -10,7 +10,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,9 @@ import numpy as np
 
 from tparmpi.errors import CheckpointError
 from tparmpi.io import format as fmt
-from tparmpi.io import publish, reader, weights
+from tparmpi.io import publish, staging, weights
 from tparmpi.io.planner import Block, Box, TensorDescription, make_plan
+from tparmpi.io.slabs import slabs
 from tparmpi.io.sources import SourceReader, open_source, read_source, views_of
 from tparmpi.io.transforms import Renames, Transform, Views
 from tparmpi.io.untrusted import HDF5_ERRORS
@@ -41,8 +42,8 @@ def convert(
     """Copy a checkpoint, or safetensors files, to a checkpoint of `files` data files.
 
     Any checkpoint loads into any layout; a copy is for fewer or more files, and to
-    bring other programs' weights in. Local. Holds one piece of a tensor at a time,
-    about its bytes divided by `files`.
+    bring other programs' weights in. Local. Holds parts of a tensor, at most
+    ``TPARMPI_STAGING_MIB`` together.
 
     Parameters
     ----------
@@ -81,7 +82,9 @@ def convert(
                     name,
                     views[name].dtype,
                     piece.box.shape,
-                    partial(views[name].read, blocks, piece.box),
+                    partial(_Unread, views[name], blocks, piece.box),
+                    # A view's own reading may take as much again, and twice.
+                    step_bytes=staging.limit() // 4,
                 )
                 for name, pieces in plan.items()
                 for piece in pieces
@@ -223,11 +226,34 @@ def _parts(view: View, blocks: SourceReader) -> Iterator[memoryview]:
     whole = Box((0,) * len(view.shape), view.shape)
     if not whole.size:
         return
-    limit = max(1, reader.STAGING_BYTES // fmt.itemsize(view.dtype))
-    for box in reader.slabs(view.shape, whole, limit):
+    limit = max(1, staging.SLAB_BYTES // fmt.itemsize(view.dtype))
+    for box in slabs(view.shape, whole, limit):
         values = np.asarray(view.read(blocks, box), order="C")
         values = values.astype(values.dtype.newbyteorder("<"), copy=False)
         yield values.reshape(-1).view(np.uint8).data
+
+
+@dataclass(frozen=True)
+class _Unread:
+    """A part of a view, as an array whose slices are read when they are taken."""
+
+    view: View
+    blocks: SourceReader
+    box: Box
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.box.shape
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        return fmt.dtypes.dtype(self.view.dtype)
+
+    def __getitem__(self, index: tuple[Any, ...]) -> np.ndarray:
+        spans = index[: len(self.box.shape)]
+        offset = (o + s.start for o, s in zip(self.box.offset, spans, strict=True))
+        part = Box(tuple(offset), tuple(s.stop - s.start for s in spans))
+        return self.view.read(self.blocks, part)
 
 
 def _grouped(views: Views, limit: int) -> list[Views]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import operator
 import os
 import re
-import zlib
 from collections.abc import Mapping
 from functools import cache
 from typing import Any
@@ -19,6 +18,7 @@ from h5py import h5d, h5p, h5s, h5t
 
 from tparmpi.backend import dtypes
 from tparmpi.errors import CheckpointError
+from tparmpi.io.checksums import crc32
 
 FORMAT = "tparmpi checkpoint"
 VERSION = 1
@@ -210,7 +210,7 @@ def block_count(nbytes: int) -> int:
 def block_checksums(data: memoryview) -> list[int]:
     """CRC-32 (ISO 3309, as in zlib) of each 1 MiB block; the last may be shorter."""
     return [
-        zlib.crc32(data[first : first + BLOCK_BYTES])
+        crc32(data[first : first + BLOCK_BYTES])
         for first in range(0, len(data), BLOCK_BYTES)
     ]
 

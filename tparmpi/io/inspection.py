@@ -16,10 +16,11 @@ import numpy as np
 
 from tparmpi.errors import CheckpointError, counted
 from tparmpi.io import format as fmt
-from tparmpi.io import publish, reader
+from tparmpi.io import publish, staging
 from tparmpi.io.index import Index, StoredTensor, read_index
 from tparmpi.io.planner import Box
 from tparmpi.io.reader import BlockReader
+from tparmpi.io.slabs import slabs
 from tparmpi.io.untrusted import open_data_file, told
 
 _SHOWN = 4
@@ -300,7 +301,7 @@ def _verify_file(folder: Path, index: Index, file_name: str) -> list[str]:
             )
         for name, piece in stored.items():
             try:
-                blocks.check(name, piece)
+                blocks.check(name, piece.box)
             except CheckpointError as error:
                 problems.append(str(error))
     return problems
@@ -333,8 +334,8 @@ def _compare(
 def _slabs(tensor: StoredTensor) -> Iterator[Box]:
     whole = Box((0,) * len(tensor.shape), tensor.shape)
     if whole.size:
-        limit = max(1, reader.STAGING_BYTES // fmt.itemsize(tensor.dtype))
-        yield from reader.slabs(tensor.shape, whole, limit)
+        limit = max(1, staging.SLAB_BYTES // fmt.itemsize(tensor.dtype))
+        yield from slabs(tensor.shape, whole, limit)
 
 
 def _bytes(array: np.ndarray) -> np.ndarray:

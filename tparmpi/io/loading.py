@@ -9,16 +9,23 @@ from typing import Literal
 
 import numpy as np
 
-from tparmpi.comm import agree, long_work, world
+from tparmpi.comm import long_work, world
 from tparmpi.errors import CheckpointError
 from tparmpi.io import format as fmt
+from tparmpi.io import staging
 from tparmpi.io.agreement import on_all_ranks, on_rank_zero, refuse_disagreement
 from tparmpi.io.planner import Box, TensorDescription, digest_of
 from tparmpi.io.report import LoadReport, Wanted, compare, refuse_mismatch
-from tparmpi.io.sources import Source, open_source, read_source, views_of
+from tparmpi.io.sources import (
+    Source,
+    SourceReader,
+    open_source,
+    read_source,
+    views_of,
+)
 from tparmpi.io.state import HasState, HasSteps, path_of, state_of
 from tparmpi.io.transforms import Renames, Transform, Views
-from tparmpi.io.views import Cast
+from tparmpi.io.views import Cast, Stored, View, parts
 from tparmpi.tensors import Tensor
 
 _POLICIES = ("exact", "cast")
@@ -37,9 +44,10 @@ def load(
 ) -> LoadReport:
     """Read a checkpoint or safetensors files into a model, whatever layout either has.
 
-    Collective over all ranks. Each rank reads its own blocks only and verifies their
-    checksums. Nothing is written to the model or the optimizer before every rank has
-    read all it needs, for which each holds a second copy of its blocks for a moment.
+    Collective over all ranks. Each rank reads its own blocks only, twice: once for
+    their checksums, and when every rank has found all that it needs whole, once more,
+    straight into the model and the optimizer. No rank holds a second copy of its
+    blocks; what cannot go straight takes at most ``TPARMPI_STAGING_MIB`` of memory.
 
     Names in `only`, `transforms` and `remap` are those of parameters, with dots:
     ``blocks.0.attn.q.weight``, and ``blocks.0.attn.q.weight.m`` for an optimizer's.
@@ -75,7 +83,8 @@ def load(
     Raises
     ------
     CheckpointError
-        On every rank; the model and the optimizer are as they were.
+        On every rank; the model and the optimizer are as they were. (Unless a file
+        changes between the two times; the error says so then.)
     """
 
     def prepare() -> tuple[Path, dict[str, Tensor], Wanted, Callable[[str], bool]]:
@@ -111,9 +120,7 @@ def load(
     for name in report.applied:
         if views[name].dtype != wanted[name][1]:
             views[name] = Cast(views[name], wanted[name][1], name)
-    arrays = _read_blocks(path, source, views, named, report.applied)
-    for name, array in arrays.items():
-        named[name].write_local(array)
+    _read_blocks(path, source, {name: views[name] for name in report.applied}, named)
     steps = source.header.optimizer_steps
     if optimizer is not None and steps is not None:
         optimizer.steps = steps
@@ -146,25 +153,65 @@ def _digest(wanted: Wanted) -> str:
 
 
 def _read_blocks(
-    path: Path,
-    source: Source,
-    views: Views,
-    named: Mapping[str, Tensor],
-    names: list[str],
-) -> dict[str, np.ndarray]:
-    """Each tensor's block on this rank, once every rank has read all of its own."""
-    arrays: dict[str, np.ndarray] = {}
-    problem: CheckpointError | None = None
-    try:
-        with long_work(f"load {path}"), open_source(path, source) as reader:
-            for name in names:
-                tensor = named[name]
-                if not tensor.is_shell:
-                    spec = tensor.spec
-                    box = Box(tuple(spec.local_offset), tuple(spec.local_shape))
-                    block = views[name].read(reader, box)
-                    arrays[name] = np.asarray(block, order="C")
-    except CheckpointError as error:
-        problem = error
-    agree(problem)
-    return arrays
+    path: Path, source: Source, views: Views, named: Mapping[str, Tensor]
+) -> None:
+    """Read each tensor's block on this rank. Collective over all ranks."""
+    blocks = [
+        (view, named[name]) for name, view in views.items() if not named[name].is_shell
+    ]
+
+    def check() -> None:
+        with long_work(f"check {path}"):
+            for view, tensor in blocks:
+                _check(reader, view, tensor)
+
+    def fill() -> None:
+        with long_work(f"load {path}"):
+            for view, tensor in blocks:
+                try:
+                    _fill(reader, view, tensor)
+                except CheckpointError as error:
+                    raise CheckpointError(
+                        f"{error}. It was whole when the load began, and the model is "
+                        "overwritten in part; load into it again"
+                    ) from error
+
+    with open_source(path, source) as reader:
+        on_all_ranks(check)
+        on_all_ranks(fill)
+
+
+def _check(reader: SourceReader, view: View, tensor: Tensor) -> None:
+    """Find what is wrong with what this rank's block is read from."""
+    box = _own(tensor)
+    if isinstance(view, Stored):
+        reader.check(view.name, box)
+        return
+    for part in parts(view, box, _limit(view, tensor)):
+        view.read(reader, part)
+
+
+def _fill(reader: SourceReader, view: View, tensor: Tensor) -> None:
+    """Read this rank's block into it."""
+    box, target = _own(tensor), tensor.array
+    on_host = isinstance(target, np.ndarray)
+    if on_host and isinstance(view, Stored):
+        reader.read_into(view.name, box, target)
+    else:
+        for part in parts(view, box, _limit(view, tensor)):
+            values = view.read(reader, part)
+            if not on_host:
+                values = tensor.spec.place.backend.from_host(values)
+            part.of(target, box.offset)[...] = values
+    tensor.mark_written()
+
+
+def _own(tensor: Tensor) -> Box:
+    spec = tensor.spec
+    return Box(tuple(spec.local_offset), tuple(spec.local_shape))
+
+
+def _limit(view: View, tensor: Tensor) -> int:
+    """Elements to stage at a time: transforms hold up to four copies of them."""
+    widest = max(fmt.itemsize(view.dtype), tensor.dtype.itemsize)
+    return max(1, staging.limit() // 4 // widest)

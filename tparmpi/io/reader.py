@@ -6,11 +6,11 @@ their own file are read, and a size is compared with the file's before memory is
 
 from __future__ import annotations
 
+import itertools
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from math import prod
 from pathlib import Path
 from types import TracebackType
 
@@ -18,6 +18,7 @@ import h5py
 import numpy as np
 from h5py import h5d
 
+from tparmpi.io import checksums, slabs, staging
 from tparmpi.io import format as fmt
 from tparmpi.io.index import Index, StoredPiece, StoredTensor
 from tparmpi.io.planner import Box
@@ -28,9 +29,6 @@ from tparmpi.io.untrusted import (
     told,
     walk,
 )
-
-STAGING_BYTES = 16 * fmt.BLOCK_BYTES
-_PART_BYTES = 4 * fmt.BLOCK_BYTES
 
 
 class BlockReader:
@@ -43,7 +41,7 @@ class BlockReader:
         self._folder = folder
         self._index = index
         self._files: dict[str, _DataFile] = {}
-        self._pool = ThreadPoolExecutor(fmt.threads())
+        self._crew = _Crew()
 
     def __enter__(self) -> BlockReader:
         return self
@@ -54,7 +52,7 @@ class BlockReader:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._pool.shutdown()
+        self._crew.close()
         for file in self._files.values():
             file.close()
         self._files.clear()
@@ -67,25 +65,51 @@ class BlockReader:
         CheckpointError
             A data file is missing, cut, changed, or not the one that was written.
         """
-        tensor = self._index.tensors[name]
-        values = np.empty(box.shape, fmt.dtypes.dtype(tensor.dtype))
-        for piece in tensor.pieces:
-            common = piece.box.intersection(box)
-            if common is not None:
-                target = common.of(values, box.offset)
-                self._read_piece(tensor, piece, common, target)
+        dtype = fmt.dtypes.dtype(self._index.tensors[name].dtype)
+        values = np.empty(box.shape, dtype)
+        self.read_into(name, box, values)
         return values
 
-    def check(self, name: str, piece: StoredPiece) -> None:
-        """Read a stored piece of a tensor whole, for its checksums alone.
+    def read_into(self, name: str, box: Box, target: np.ndarray) -> None:
+        """Read the part `box` of a tensor to where it is wanted.
+
+        What is contiguous in the file and in `target` goes straight there; else each
+        thread stages one part, of at most `staging.part_bytes()`.
+
+        Parameters
+        ----------
+        name : str
+        box : Box
+        target : ndarray
+            Of the box's shape and the tensor's dtype. After an error its values are
+            undefined.
 
         Raises
         ------
         CheckpointError
             As for :meth:`read`.
         """
-        with self._file(piece.file, name) as file:
-            file.check(self._index.tensors[name], piece)
+        tensor = self._index.tensors[name]
+        for piece in tensor.pieces:
+            common = piece.box.intersection(box)
+            if common is not None:
+                with self._file(piece.file, name) as file:
+                    file.read(tensor, piece, common, common.of(target, box.offset))
+
+    def check(self, name: str, box: Box) -> None:
+        """Read the part `box` of a tensor for its checksums alone, keeping nothing.
+
+        Raises
+        ------
+        CheckpointError
+            As for :meth:`read`.
+        """
+        tensor = self._index.tensors[name]
+        for piece in tensor.pieces:
+            common = piece.box.intersection(box)
+            if common is not None:
+                with self._file(piece.file, name) as file:
+                    file.check(tensor, piece, common)
 
     def datasets(self, file_name: str) -> list[str]:
         """Names of all datasets in a data file.
@@ -98,12 +122,6 @@ class BlockReader:
         with self._file(file_name, None) as file:
             return file.datasets()
 
-    def _read_piece(
-        self, tensor: StoredTensor, piece: StoredPiece, part: Box, target: np.ndarray
-    ) -> None:
-        with self._file(piece.file, tensor.name) as file:
-            file.read(tensor, piece, part, target)
-
     @contextmanager
     def _file(self, file_name: str, name: str | None) -> Iterator[_DataFile]:
         """A data file, opened once, and its errors in a sentence."""
@@ -112,15 +130,15 @@ class BlockReader:
         with told(path, needed):
             if file_name not in self._files:
                 save_id = self._index.header.save_id
-                self._files[file_name] = _DataFile(path, save_id, self._pool)
+                self._files[file_name] = _DataFile(path, save_id, self._crew)
             yield self._files[file_name]
 
 
 class _DataFile:
     """One data file: HDF5 says where a dataset lies, plain reads fetch it."""
 
-    def __init__(self, path: Path, save_id: str, pool: ThreadPoolExecutor) -> None:
-        self._pool = pool
+    def __init__(self, path: Path, save_id: str, crew: _Crew) -> None:
+        self._crew = crew
         self._file = open_data_file(path, save_id)
         try:
             self._descriptor = os.open(path, os.O_RDONLY)
@@ -136,28 +154,14 @@ class _DataFile:
     def read(
         self, tensor: StoredTensor, piece: StoredPiece, part: Box, target: np.ndarray
     ) -> None:
-        offset = self._offset(tensor, piece)
-        size = fmt.itemsize(tensor.dtype)
-        nbytes = piece.box.size * size
-        shape = piece.box.shape
-        low = tuple(o - b for o, b in zip(part.offset, piece.box.offset, strict=True))
-        blocks = _Blocks(self._descriptor, offset, nbytes, piece.checksums)
-        if part == piece.box and target.flags.c_contiguous:
-            blocks.read_all(tensor.name, target, self._pool)
-            return
-        for slab in slabs(shape, Box(low, part.shape), STAGING_BYTES // size):
-            first = np.ravel_multi_index(slab.offset, shape) if shape else 0
-            data = blocks.read(tensor.name, int(first) * size, slab.size * size)
-            values = data.view(target.dtype).reshape(slab.shape)
-            common = slab.intersection(Box(low, part.shape))
-            if common is not None:
-                common.of(target, low)[...] = common.of(values, slab.offset)
+        self._blocks(tensor, piece).read(_inside(piece, part), target)
 
-    def check(self, tensor: StoredTensor, piece: StoredPiece) -> None:
-        nbytes = piece.box.size * fmt.itemsize(tensor.dtype)
+    def check(self, tensor: StoredTensor, piece: StoredPiece, part: Box) -> None:
+        self._blocks(tensor, piece).check(_inside(piece, part))
+
+    def _blocks(self, tensor: StoredTensor, piece: StoredPiece) -> _Blocks:
         offset = self._offset(tensor, piece)
-        blocks = _Blocks(self._descriptor, offset, nbytes, piece.checksums)
-        blocks.check(tensor.name)
+        return _Blocks(self._descriptor, offset, tensor, piece, self._crew)
 
     def datasets(self) -> list[str]:
         return [name for name, _ in datasets(self._file)]
@@ -187,64 +191,119 @@ class _DataFile:
         return int(offset)
 
 
+def _inside(piece: StoredPiece, part: Box) -> Box:
+    """A part of a tensor that lies in a piece, counted from the piece's first."""
+    low = tuple(o - b for o, b in zip(part.offset, piece.box.offset, strict=True))
+    return Box(low, part.shape)
+
+
+class _Crew:
+    """The threads that read and check, each with a buffer of its own."""
+
+    def __init__(self) -> None:
+        self.buffers = staging.Buffers()
+        self._pool = ThreadPoolExecutor(fmt.threads())
+
+    def run(
+        self, work: Callable[[tuple[int, int]], None], ranges: list[tuple[int, int]]
+    ) -> None:
+        # A thread's turn costs more than a small tensor. All ranges are waited for.
+        for _ in map(work, ranges) if len(ranges) < 2 else self._pool.map(work, ranges):
+            pass
+
+    def close(self) -> None:
+        self._pool.shutdown()
+
+
 class _Blocks:
-    """Checked reads from one stored piece; the last block is kept for the next."""
+    """Checked reads from one stored piece, in whole blocks of its file order."""
 
     def __init__(
-        self, descriptor: int, offset: int, nbytes: int, checksums: np.ndarray
+        self,
+        descriptor: int,
+        offset: int,
+        tensor: StoredTensor,
+        piece: StoredPiece,
+        crew: _Crew,
     ) -> None:
         self._descriptor = descriptor
         self._offset = offset
-        self._nbytes = nbytes
-        self._checksums = checksums
-        self._kept = (0, np.empty(0, np.uint8))
+        self._name = tensor.name
+        self._shape = piece.box.shape
+        self._itemsize = fmt.itemsize(tensor.dtype)
+        self._nbytes = piece.box.size * self._itemsize
+        self._checksums = piece.checksums
+        self._crew = crew
 
-    def read(self, name: str, first: int, count: int) -> np.ndarray:
-        """Bytes ``first ... first + count - 1`` of the piece, as uint8."""
-        block = first // fmt.BLOCK_BYTES
-        start = block * fmt.BLOCK_BYTES
-        end = min(self._nbytes, fmt.block_count(first + count) * fmt.BLOCK_BYTES)
-        kept_start, kept = self._kept
-        known = kept[start - kept_start :] if start >= kept_start else kept[:0]
-        data = np.empty(end - start, np.uint8)
-        data[: len(known)] = known
-        fresh = data.data[len(known) :]
-        read_at(self._descriptor, fresh, self._offset + start + len(known))
-        self._verify(name, start + len(known), fresh)
-        last = (len(data) - 1) // fmt.BLOCK_BYTES * fmt.BLOCK_BYTES
-        self._kept = (start + last, data[last:].copy())
-        return data[first - start : first - start + count]
+    def read(self, part: Box, target: np.ndarray) -> None:
+        """A part of the piece, to where it is wanted."""
+        low = high = 0
+        straight = memoryview(b"")
+        if target.flags.c_contiguous and slabs.contiguous(self._shape, part):
+            low = slabs.place(self._shape, part.offset) * self._itemsize
+            high = low + part.size * self._itemsize
+            straight = target.reshape(-1).view(np.uint8).data
 
-    def read_all(self, name: str, target: np.ndarray, pool: ThreadPoolExecutor) -> None:
-        """The whole piece, straight to where it is wanted, by several threads."""
-        data = target.reshape(-1).view(np.uint8).data
+        def read(where: tuple[int, int]) -> None:
+            first, end = where
+            if low <= first and end <= high:
+                self._fetch(first, straight[first - low : end - low])
+                return
+            staged = self._crew.buffers.get(end - first)
+            self._fetch(first, staged.data)
+            self._scatter(staged, first, part, target)
 
-        def read(first: int) -> None:
-            part = data[first : first + _PART_BYTES]
-            read_at(self._descriptor, part, self._offset + first)
-            self._verify(name, first, part)
+        self._crew.run(read, self._ranges(part, (low, high)))
 
-        parts = range(0, self._nbytes, _PART_BYTES)
-        # A thread's turn costs more than a small tensor. All parts are waited for.
-        for _ in map(read, parts) if len(parts) < 2 else pool.map(read, parts):
-            pass
+    def check(self, part: Box) -> None:
+        """What a part of the piece needs, for its checksums alone."""
 
-    def check(self, name: str) -> None:
-        """The whole piece, for its checksums alone."""
-        staging = np.empty(min(self._nbytes, STAGING_BYTES), np.uint8).data
-        for first in range(0, self._nbytes, STAGING_BYTES):
-            part = staging[: self._nbytes - first]
-            read_at(self._descriptor, part, self._offset + first)
-            self._verify(name, first, part)
+        def check(where: tuple[int, int]) -> None:
+            # One block at a time stays in the processor's cache.
+            staged = self._crew.buffers.get(fmt.BLOCK_BYTES).data
+            for first in range(*where, fmt.BLOCK_BYTES):
+                self._fetch(first, staged[: where[1] - first])
 
-    def _verify(self, name: str, start: int, data: memoryview) -> None:
-        block = start // fmt.BLOCK_BYTES
-        for number, found in enumerate(fmt.block_checksums(data), block):
-            if found != self._checksums[number]:
+        self._crew.run(check, self._ranges(part, (0, 0)))
+
+    def _ranges(self, part: Box, straight: tuple[int, int]) -> list[tuple[int, int]]:
+        """The bytes to read, cut for threads, and where a straight range has ends."""
+        block, step = fmt.BLOCK_BYTES, staging.part_bytes()
+        low, high = -(-straight[0] // block) * block, straight[1] // block * block
+        if straight[1] == self._nbytes:
+            high = self._nbytes
+        found = []
+        for run in slabs.touched(self._shape, part, block // self._itemsize):
+            begin, end = run[0] * block, min(run[1] * block, self._nbytes)
+            cuts = {begin, end, *(cut for cut in (low, high) if begin < cut < end)}
+            for first, last in itertools.pairwise(sorted(cuts)):
+                found += [(at, min(at + step, last)) for at in range(first, last, step)]
+        return found
+
+    def _fetch(self, first: int, target: memoryview) -> None:
+        """Read whole blocks from `first` on, each checked while it is in the cache."""
+        for at in range(0, len(target), fmt.BLOCK_BYTES):
+            block = target[at : at + fmt.BLOCK_BYTES]
+            read_at(self._descriptor, block, self._offset + first + at)
+            number = (first + at) // fmt.BLOCK_BYTES
+            if checksums.crc32(block) != self._checksums[number]:
                 raise Refused(
-                    f"the checksum of '{name}' is wrong in its block {number} (1 MiB "
-                    "each): the data are damaged or not those that were saved"
+                    f"the checksum of '{self._name}' is wrong in its block {number} "
+                    "(1 MiB each): the data are damaged or not those that were saved"
                 )
+
+    def _scatter(
+        self, staged: np.ndarray, first: int, part: Box, target: np.ndarray
+    ) -> None:
+        """Copy what a part has of bytes of file order to its places in `target`."""
+        values = staged.view(target.dtype)
+        start = first // self._itemsize
+        for box in slabs.boxes(self._shape, start, start + len(values)):
+            common = box.intersection(part)
+            found = values[: box.size].reshape(box.shape)
+            values = values[box.size :]
+            if common is not None:
+                common.of(target, part.offset)[...] = common.of(found, box.offset)
 
 
 def read_at(descriptor: int, target: memoryview, offset: int) -> None:
@@ -254,41 +313,3 @@ def read_at(descriptor: int, target: memoryview, offset: int) -> None:
         if count == 0:
             raise OSError("the file ends too early")
         target, offset = target[count:], offset + count
-
-
-def slabs(shape: tuple[int, ...], part: Box, limit: int) -> list[Box]:
-    """Cut a stored piece into boxes that are contiguous in file order. Pure.
-
-    Parameters
-    ----------
-    shape : tuple of int
-        The piece's.
-    part : Box
-        What is wanted of it; slabs that hold none of it are left out.
-    limit : int
-        Elements in a slab, exceeded only by a single element.
-
-    Returns
-    -------
-    list of Box
-        In file order. Each spans one index in some leading dims, a range in the next,
-        and all of the rest.
-    """
-    if not shape:
-        return [Box((), ())]
-    row = prod(shape[1:])
-    first, end = part.offset[0], part.offset[0] + part.shape[0]
-    if row > limit:
-        rest = Box(part.offset[1:], part.shape[1:])
-        inner = slabs(shape[1:], rest, limit)
-        return [
-            Box((index, *slab.offset), (1, *slab.shape))
-            for index in range(first, end)
-            for slab in inner
-        ]
-    step = max(1, limit // row)
-    zeros = (0,) * (len(shape) - 1)
-    return [
-        Box((at, *zeros), (min(step, end - at), *shape[1:]))
-        for at in range(first, end, step)
-    ]

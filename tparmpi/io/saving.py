@@ -119,7 +119,7 @@ class Part:
         """A shard that fetches the elements when they are written. Local."""
         backend = self.tensor.spec.place.backend
         shape, dtype = self.piece.box.shape, self.tensor.dtype.name
-        return Shard(self.name, dtype, shape, lambda: backend.to_host(self.array))
+        return Shard(self.name, dtype, shape, lambda: self.array, backend.to_host)
 
 
 @dataclass(frozen=True)

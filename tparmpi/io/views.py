@@ -17,6 +17,7 @@ import numpy as np
 from tparmpi.backend import dtypes
 from tparmpi.errors import CheckpointError
 from tparmpi.io.planner import Box
+from tparmpi.io.slabs import slabs
 
 _FLOATS = frozenset({"float16", "bfloat16", "float32", "float64"})
 _COMPLEX = frozenset({"complex64", "complex128"})
@@ -27,6 +28,12 @@ class Reader(Protocol):
 
     def read(self, name: str, box: Box) -> np.ndarray:
         """The part `box` of a tensor, as a fresh array in its own dtype."""
+
+    def read_into(self, name: str, box: Box, target: np.ndarray) -> None:
+        """The part `box` of a tensor, to an array of its shape and dtype."""
+
+    def check(self, name: str, box: Box) -> None:
+        """Find what is wrong with the part `box` of a tensor, keeping nothing of it."""
 
 
 class View(Protocol):
@@ -76,10 +83,8 @@ class Permuted:
 
     def read(self, reader: Reader, box: Box) -> np.ndarray:
         """The part `box` of it."""
-        back = [self.axes.index(axis) for axis in range(len(self.axes))]
-        offset = tuple(box.offset[axis] for axis in back)
-        shape = tuple(box.shape[axis] for axis in back)
-        return self.base.read(reader, Box(offset, shape)).transpose(self.axes)
+        back = tuple(self.axes.index(axis) for axis in range(len(self.axes)))
+        return self.base.read(reader, _permuted(box, back)).transpose(self.axes)
 
 
 @dataclass(frozen=True)
@@ -220,6 +225,25 @@ class Cast:
         return cast
 
 
+def parts(view: View, box: Box, limit: int) -> Iterator[Box]:
+    """Cut a part of a view for reading, into boxes of at most `limit` elements. Pure.
+
+    Together they read little more of the files than the whole would: they are cut
+    along the dims that are the outermost in the files.
+    """
+    if isinstance(view, Cast):
+        yield from parts(view.base, box, limit)
+    elif isinstance(view, Permuted):
+        back = tuple(view.axes.index(axis) for axis in range(len(view.axes)))
+        for part in parts(view.base, _permuted(box, back), limit):
+            yield _permuted(part, view.axes)
+    elif box.size:
+        whole = Box((0,) * len(box.shape), box.shape)
+        for slab in slabs(box.shape, whole, limit):
+            start = zip(box.offset, slab.offset, strict=True)
+            yield Box(tuple(a + b for a, b in start), slab.shape)
+
+
 def castable(stored: str, wanted: str) -> bool:
     """Whether a load may turn one dtype into the other. Pure.
 
@@ -231,6 +255,13 @@ def castable(stored: str, wanted: str) -> bool:
     if {stored, wanted} & (_FLOATS | _COMPLEX | {"bool"}):
         return stored == wanted
     return bool(np.can_cast(np.dtype(stored), np.dtype(wanted), "safe"))
+
+
+def _permuted(box: Box, axes: tuple[int, ...]) -> Box:
+    return Box(
+        tuple(box.offset[axis] for axis in axes),
+        tuple(box.shape[axis] for axis in axes),
+    )
 
 
 def _with(numbers: tuple[int, ...], dim: int, number: int) -> tuple[int, ...]:

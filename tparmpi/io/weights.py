@@ -20,7 +20,9 @@ import numpy as np
 from tparmpi.backend import dtypes
 from tparmpi.errors import CheckpointError
 from tparmpi.io import format as fmt
+from tparmpi.io import staging
 from tparmpi.io.planner import Box
+from tparmpi.io.slabs import slabs
 from tparmpi.io.writer import Header
 
 SUFFIX = ".safetensors"
@@ -101,19 +103,59 @@ class WeightsReader:
         dtype = dtypes.dtype(tensor.dtype)
         if not box.size:
             return np.empty(box.shape, dtype)
-        path = self._folder / tensor.file
-        with _told(path):
-            if tensor.file not in self._files:
-                self._files[tensor.file] = _open(path)
-            file = self._files[tensor.file]
+        with self._file(tensor) as file:
             if not tensor.shape:
                 found = file.get_tensor(tensor.key)
             else:
                 found = file.get_slice(tensor.key)[box.slices()]
             values = np.asarray(found)
-        if values.shape != box.shape or values.dtype != dtype:
-            raise CheckpointError(f"{path} changed while '{tensor.key}' was read")
+            if values.shape != box.shape or values.dtype != dtype:
+                raise self._changed(tensor)
         return values
+
+    def read_into(self, name: str, box: Box, target: np.ndarray) -> None:
+        """Read the part `box` of a tensor to where it is wanted, by bounded parts.
+
+        Raises
+        ------
+        CheckpointError
+            As for :meth:`read`.
+        """
+        if not box.size:
+            return
+        limit = max(1, staging.SLAB_BYTES // target.itemsize)
+        whole = Box((0,) * len(box.shape), box.shape)
+        for slab in slabs(box.shape, whole, limit):
+            start = zip(box.offset, slab.offset, strict=True)
+            part = Box(tuple(a + b for a, b in start), slab.shape)
+            slab.of(target)[...] = self.read(name, part)
+
+    def check(self, name: str, box: Box) -> None:
+        """Find out whether a tensor's file is there and as it was; it has no checksums.
+
+        Raises
+        ------
+        CheckpointError
+            As for :meth:`read`.
+        """
+        tensor = self._weights.tensors[name]
+        with self._file(tensor) as file:
+            part = file.get_slice(tensor.key)
+            found = tuple(part.get_shape()), _DTYPES.get(part.get_dtype())
+            if found != (tensor.shape, tensor.dtype):
+                raise self._changed(tensor)
+
+    @contextmanager
+    def _file(self, tensor: StoredWeight) -> Iterator[Any]:
+        path = self._folder / tensor.file
+        with _told(path):
+            if tensor.file not in self._files:
+                self._files[tensor.file] = _open(path)
+            yield self._files[tensor.file]
+
+    def _changed(self, tensor: StoredWeight) -> CheckpointError:
+        path = self._folder / tensor.file
+        return CheckpointError(f"{path} changed while '{tensor.key}' was read")
 
 
 def is_weights(path: Path) -> bool:

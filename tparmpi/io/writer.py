@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -17,21 +19,35 @@ from h5py import h5d, h5p
 
 from tparmpi.errors import CheckpointError
 from tparmpi.io import format as fmt
+from tparmpi.io import slabs, staging
 from tparmpi.io.planner import Box, Piece, TensorDescription
-
-WRITE_BYTES = 8 * fmt.BLOCK_BYTES
 
 Checksums = np.ndarray
 
 
 @dataclass(frozen=True)
 class Shard:
-    """One dataset of a data file: a name, what it is, and how to get its values."""
+    """One dataset of a data file: a name, what it is, and how to get its values.
+
+    Attributes
+    ----------
+    name, dtype, shape
+    fetch : callable
+        Its values, wherever they are: an array of any memory, or anything with a shape
+        and a dtype that slices can be taken of.
+    to_host : callable
+        Such a slice as a NumPy array. What `fetch` gives is not asked for as a whole,
+        unless it is a C-contiguous NumPy array: that is written from where it lies.
+    step_bytes : int, optional
+        About how much to ask for at a time; else what is written at a time.
+    """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
-    fetch: Callable[[], np.ndarray]
+    fetch: Callable[[], Any]
+    to_host: Callable[[Any], np.ndarray] = np.asarray
+    step_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -53,6 +69,7 @@ def write_data_file(
 
     HDF5 lays out contiguous datasets and tells where they lie; their bytes are then
     written with plain positioned writes from several threads, which take the checksums.
+    The disk is told to begin with each part at once, not when all are written.
 
     Parameters
     ----------
@@ -76,11 +93,7 @@ def write_data_file(
     offsets = _lay_out(path, save_id, shards)
     descriptor = os.open(path, os.O_WRONLY)
     try:
-        with ThreadPoolExecutor(fmt.threads()) as pool:
-            checksums = {
-                shard.name: _write_shard(descriptor, offsets[shard.name], shard, pool)
-                for shard in shards
-            }
+        checksums = _write_shards(descriptor, offsets, shards)
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
@@ -180,29 +193,71 @@ def _offsets(file: h5py.File, shards: Sequence[Shard]) -> dict[str, int]:
     return {shard.name: file[shard.name].id.get_offset() for shard in shards}
 
 
-def _write_shard(
-    descriptor: int, offset: int, shard: Shard, pool: ThreadPoolExecutor
-) -> Checksums:
-    values = np.asarray(shard.fetch(), order="C")
-    if values.shape != shard.shape or values.dtype.name != shard.dtype:
+def _write_shards(
+    descriptor: int, offsets: Mapping[str, int], shards: Sequence[Shard]
+) -> dict[str, Checksums]:
+    def write(part: memoryview, offset: int) -> list[int]:
+        checksums = fmt.block_checksums(part)
+        write_at(descriptor, part, offset)
+        start_writeback(descriptor, offset, len(part))
+        return checksums
+
+    threads = fmt.threads()
+    found: dict[str, list[list[int]]] = {shard.name: [] for shard in shards}
+    pending: deque[tuple[str, Future[list[int]]]] = deque()
+    with ThreadPoolExecutor(threads) as pool:
+        for shard in shards:
+            offset = offsets[shard.name]
+            for part in _parts(shard):
+                # A thread's turn costs more than a small tensor.
+                if len(part) < fmt.BLOCK_BYTES:
+                    done: Future[list[int]] = Future()
+                    done.set_result(write(part, offset))
+                else:
+                    done = pool.submit(write, part, offset)
+                pending.append((shard.name, done))
+                offset += len(part)
+                # One waits for each thread: more would hold more staging memory.
+                while len(pending) >= 2 * threads:
+                    name, oldest = pending.popleft()
+                    found[name].append(oldest.result())
+        for name, rest in pending:
+            found[name].append(rest.result())
+    return {
+        name: np.array([number for numbers in parts for number in numbers], np.uint32)
+        for name, parts in found.items()
+    }
+
+
+def _parts(shard: Shard) -> Iterator[memoryview]:
+    """A shard's bytes in file order, some blocks at a time.
+
+    They are copied, by parts, only where they do not lie like that in memory.
+    """
+    values = shard.fetch()
+    if tuple(values.shape) != shard.shape or values.dtype.name != shard.dtype:
         raise CheckpointError(
             f"'{shard.name}' changed while it was saved: {values.dtype.name} "
             f"{values.shape} instead of {shard.dtype} {shard.shape}"
         )
+    step = staging.part_bytes()
+    if isinstance(values, np.ndarray) and values.flags.c_contiguous:
+        yield from _cut(values, step)
+        return
+    asked = max(step, shard.step_bytes // step * step) // fmt.itemsize(shard.dtype)
+    size = prod(shard.shape)
+    for first in range(0, size, asked):
+        parts = slabs.boxes(shard.shape, first, min(first + asked, size))
+        arrays = [np.ravel(shard.to_host(part.of(values))) for part in parts]
+        yield from _cut(arrays[0] if len(arrays) == 1 else np.concatenate(arrays), step)
+
+
+def _cut(values: np.ndarray, step: int) -> Iterator[memoryview]:
     # A dtype's name does not tell its byte order; the file's is little-endian.
     values = values.astype(values.dtype.newbyteorder("<"), copy=False)
     data = values.reshape(-1).view(np.uint8).data
-
-    def write(first: int) -> list[int]:
-        part = data[first : first + WRITE_BYTES]
-        checksums = fmt.block_checksums(part)
-        write_at(descriptor, part, offset + first)
-        return checksums
-
-    parts = range(0, len(data), WRITE_BYTES)
-    # A thread's turn costs more than a small tensor.
-    written = map(write, parts) if len(parts) < 2 else pool.map(write, parts)
-    return np.array([number for numbers in written for number in numbers], np.uint32)
+    for first in range(0, len(data), step):
+        yield data[first : first + step]
 
 
 def write_at(descriptor: int, data: memoryview, offset: int) -> None:
@@ -210,6 +265,27 @@ def write_at(descriptor: int, data: memoryview, offset: int) -> None:
     while len(data):
         written = os.pwrite(descriptor, data, offset)
         data, offset = data[written:], offset + written
+
+
+def start_writeback(descriptor: int, offset: int, nbytes: int) -> None:
+    """Let the disk begin with what was written: it works while the next is copied.
+
+    A hint: what fails, or a system that has no such call, shows in the sync at the end.
+    """
+    if _sync_file_range is not None:
+        _sync_file_range(descriptor, offset, nbytes, _SYNC_FILE_RANGE_WRITE)
+
+
+def _find_sync_file_range() -> Callable[[int, int, int, int], int] | None:
+    """Linux's ``sync_file_range(2)``, which Python's library lacks."""
+    found = getattr(ctypes.CDLL(None), "sync_file_range", None)
+    if found is not None:
+        found.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
+    return found
+
+
+_SYNC_FILE_RANGE_WRITE = 2
+_sync_file_range = _find_sync_file_range()
 
 
 def _check_layout(

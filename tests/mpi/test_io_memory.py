@@ -1,0 +1,191 @@
+"""What a save and a load hold at once: the model, and bounded staging memory."""
+
+from __future__ import annotations
+
+import tracemalloc
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import tparmpi as tpm
+from tests.io_samples import unique
+from tests.ways import Way
+from tparmpi import Replicate, Shard
+from tparmpi.errors import CheckpointError
+from tparmpi.io import checkpoint, loading, staging
+from tparmpi.io import format as fmt
+from tparmpi.io.reader import BlockReader
+
+pytestmark = pytest.mark.mpi(min_size=4)
+
+LIMIT = 1 << 20
+SHAPE = (2048, 2048)
+# A rank's block: 4 MiB.
+OWN = 4 * SHAPE[0] * SHAPE[1] // 4
+# The plan, the index, what threads and exceptions need.
+SMALL = 1 << 18
+
+
+class Bag:
+    """The least that can be saved and loaded into: named tensors."""
+
+    def __init__(self, tensors):
+        self.tensors = tensors
+
+    def state_dict(self):
+        return self.tensors
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """One folder that all ranks see."""
+    everyone = tpm.world()
+    shared = Path(everyone.broadcast_object(str(tmp_path)))
+    yield shared
+    everyone.barrier()
+
+
+@pytest.fixture
+def bounded(monkeypatch):
+    """Staging memory of 1 MiB, checksums of each 16 KiB."""
+    monkeypatch.setattr(fmt, "BLOCK_BYTES", 1 << 14)
+    monkeypatch.setattr(staging, "limit", lambda: LIMIT)
+
+
+def peak_of(work):
+    """The most bytes that this rank allocates while it works, above what it had."""
+    tracemalloc.start()
+    try:
+        before = tracemalloc.get_traced_memory()[0]
+        work()
+        return tracemalloc.get_traced_memory()[1] - before
+    finally:
+        tracemalloc.stop()
+
+
+def four():
+    return tpm.group(tpm.devices()[:4])
+
+
+def block(tensor, whole):
+    spec = tensor.spec
+    spans = zip(spec.local_offset, spec.local_shape, strict=True)
+    return whole[tuple(slice(o, o + n) for o, n in spans)]
+
+
+LOADS = {
+    "rows": (Shard(0), {}),
+    "columns": (Shard(1), {}),
+    "transposed": (Shard(0), {"transforms": [checkpoint.Transpose("w")]}),
+    "cast": (Shard(0), {"dtype": "cast"}),
+    "columns, cast": (Shard(1), {"dtype": "cast"}),
+}
+
+
+@pytest.mark.parametrize("kind", LOADS)
+def test_a_load_needs_the_model_and_staging_memory(folder, bounded, kind):
+    placement, options = LOADS[kind]
+    whole = unique(SHAPE, np.float32, 5)
+    path = folder / "step-00000001"
+    checkpoint.save(path, Bag({"w": tpm.tensor(whole, four()).with_sharding(Shard(0))}))
+    if "cast" in kind:
+        whole = whole.astype(np.float64)
+    zeros = np.zeros_like(whole)
+    loaded = tpm.tensor(zeros, four()).with_sharding(placement)
+    expected = whole.T if kind == "transposed" else whole
+    memory = loaded.local.__array_interface__["data"]
+    peak = peak_of(lambda: checkpoint.load(path, Bag({"w": loaded}), **options))
+    assert peak < LIMIT + SMALL
+    assert LIMIT + SMALL < OWN / 3
+    assert loaded.local.__array_interface__["data"] == memory
+    assert np.array_equal(loaded.local, block(loaded, expected))
+
+
+@pytest.mark.parametrize("placement", [Shard(1), Replicate()])
+def test_a_save_copies_nothing(folder, bounded, placement):
+    whole = unique(SHAPE, np.float32, 3)
+    saved = tpm.tensor(whole, four()).with_sharding(placement)
+    path = folder / "step-00000001"
+    peak = peak_of(lambda: checkpoint.save(path, Bag({"w": saved})))
+    assert peak < SMALL
+    loaded = tpm.tensor(np.zeros_like(whole), four()).with_sharding(Shard(0))
+    checkpoint.load(path, Bag({"w": loaded}))
+    assert np.array_equal(loaded.local, block(loaded, whole))
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_tensors_of_a_device_are_saved_and_loaded_by_parts(
+    folder, bounded, monkeypatch, count
+):
+    way = Way("cuda_aware", monkeypatch)
+    monkeypatch.setattr(staging, "limit", lambda: 1 << 18)
+    whole = unique((700, 513), np.float32, 4)
+    path = folder / "step-00000001"
+    group = way.group(range(count))
+    everyone = tpm.world()
+    saved = tpm.tensor(way.put(whole), group).with_sharding(Shard(1))
+    checkpoint.save(
+        path, Bag({"w": saved, "s": tpm.tensor(way.put(whole[0, 0]), group)})
+    )
+    back = way.group(range(3, 3 - count, -1))
+    loaded = Bag(
+        {
+            "w": tpm.tensor(way.put(np.zeros_like(whole)), back).with_sharding(
+                Shard(0)
+            ),
+            "s": tpm.tensor(way.put(np.zeros((), np.float32)), back),
+        }
+    )
+    checkpoint.load(path, loaded)
+    if back.is_member:
+        found = way.fetch(loaded.tensors["w"].local)
+        assert np.array_equal(found, block(loaded.tensors["w"], whole))
+        assert way.fetch(loaded.tensors["s"].local) == whole[0, 0]
+    everyone.barrier()
+    way.close()
+
+
+def test_a_file_that_changes_during_the_load_is_told_from_a_damaged_one(
+    folder, monkeypatch
+):
+    whole = unique((64, 64), np.float32, 1)
+    path = folder / "step-00000001"
+    checkpoint.save(path, Bag({"w": tpm.tensor(whole, four())}))
+    loaded = tpm.tensor(np.zeros_like(whole), four()).with_sharding(Shard(0))
+
+    def fail(*arguments):
+        raise CheckpointError("it is gone")
+
+    if tpm.world().rank == 2:
+        monkeypatch.setattr(BlockReader, "read_into", fail)
+    with pytest.raises(
+        CheckpointError, match=r"it is gone. It was whole when the load began, and the"
+    ):
+        checkpoint.load(path, Bag({"w": loaded}))
+
+
+def test_every_byte_is_checked_once_before_it_is_read_once(folder, monkeypatch):
+    whole = unique((64, 64), np.float32, 1)
+    path = folder / "step-00000001"
+    checkpoint.save(path, Bag({"w": tpm.tensor(whole, four()).with_sharding(Shard(0))}))
+    loaded = tpm.tensor(np.zeros_like(whole), four()).with_sharding(Shard(0))
+    calls = []
+    for name in ("check", "read_into"):
+        method = getattr(BlockReader, name)
+
+        def counted(self, *arguments, name=name, method=method):
+            calls.append((name, arguments[1].size))
+            method(self, *arguments)
+
+        monkeypatch.setattr(BlockReader, name, counted)
+    agreed = []
+    on_all_ranks = loading.on_all_ranks
+    monkeypatch.setattr(
+        loading,
+        "on_all_ranks",
+        lambda work: agreed.append(list(calls)) or on_all_ranks(work),
+    )
+    checkpoint.load(path, Bag({"w": loaded}))
+    assert calls == [("check", 16 * 64), ("read_into", 16 * 64)]
+    assert agreed[-2:] == [[], calls[:1]]
