@@ -207,9 +207,10 @@ class Array(NDArrayOperatorsMixin):
         pinned = self._device.pinned(out)
         if pinned is None:
             stream.synchronize()
-            block.uncover()
-            out[...] = source
-            block.cover()
+            with self._device.streams.whole():
+                block.uncover()
+                out[...] = source
+                block.cover()
             return out
         target, target_block = pinned
         run = _copier(target, source)
@@ -351,21 +352,25 @@ class SimulatedDevice:
         """Know a block as pinned for as long as `memory` lives."""
         start = address(block.seen)
         entry = (start, start + block.seen.nbytes, block)
-        self._pinned.append(entry)
+        with self.streams.lock:
+            self._pinned.append(entry)
         weakref.finalize(memory, self._unpin, entry).atexit = False
 
     def _unpin(self, entry: tuple[int, int, Block]) -> None:
-        self._pinned.remove(entry)
         # Freed memory is anybody's at once: no stream has a say in it.
         block = entry[2]
-        block.uncover()
-        block.seen.fill(LATE)
-        block.cover()
+        with self.streams.lock:
+            self._pinned.remove(entry)
+            block.uncover()
+            block.seen.fill(LATE)
+            block.cover()
 
     def pinned(self, array: Host) -> tuple[Host, Block] | None:
         """Return `array` as a view of the pinned block it is of, None if it is not."""
         start = address(array)
-        for low, high, block in self._pinned:
+        with self.streams.lock:
+            pinned = tuple(self._pinned)
+        for low, high, block in pinned:
             if low <= start < high:
                 # A view of the block's own, which does not keep the memory pinned.
                 offset = start - low
@@ -385,11 +390,10 @@ class SimulatedDevice:
         writes
             Whether the message is received: then nothing may read it either.
         """
-        if isinstance(array, Array):
-            array._memory.block.lend(array._host, request, writes=writes)
-        else:
-            pinned = self.pinned(array)
-            if pinned is not None:
+        with self.streams.lock:
+            if isinstance(array, Array):
+                array._memory.block.lend(array._host, request, writes=writes)
+            elif (pinned := self.pinned(array)) is not None:
                 pinned[1].lend(pinned[0], request, writes=writes)
 
     # Work

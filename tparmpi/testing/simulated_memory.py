@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -124,7 +125,10 @@ class Work:
         self._reads = reads
         self._writes = writes
         self._blocks = {id(b): b for b, _ in (*reads, *writes)}.values()
-        for block, array in writes:
+
+    def promise(self) -> None:
+        """Hide what it will write, from now on."""
+        for block, array in self._writes:
             block.promise(array)
 
     def do(self) -> list[str]:
@@ -200,7 +204,14 @@ class Stream:
 
     def queue(self, work: Work | tuple[Stream, int]) -> None:
         """Add work, or a place of another stream to wait for."""
-        with self._device.lock:
+        device = self._device
+        with device.lock:
+            if device.at_work:
+                # The garbage collector frees memory in the middle of it.
+                device.left_over.append((self, work))
+                return
+            if isinstance(work, Work):
+                work.promise()
             self._work.append(work)
             self.queued += 1
 
@@ -228,7 +239,8 @@ class Stream:
         self._work.popleft()
         self.finished += 1
         if isinstance(first, Work):
-            self._device.complaints += first.do()
+            with self._device.whole():
+                self._device.complaints += first.do()
 
 
 class Event:
@@ -266,7 +278,11 @@ class Streams:
     Attributes
     ----------
     lock : threading.RLock
-        Held while work is queued or done.
+        Held while work is queued or done, or memory looked at.
+    at_work : bool
+        Whether a piece of work is under way, or memory looked at.
+    left_over : list of (Stream, Work)
+        What was queued meanwhile.
     null : Stream
         Every thread's first current stream.
     complaints : list of str
@@ -277,7 +293,22 @@ class Streams:
         self.lock = threading.RLock()
         self.null = Stream(self)
         self.complaints: list[str] = []
+        self.at_work = False
+        self.left_over: list[tuple[Stream, Work | tuple[Stream, int]]] = []
         self._stacks = _Stacks(self.null)
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Let memory stay as it is but for what the caller does meanwhile."""
+        with self.lock:
+            self.at_work = True
+            try:
+                yield
+            finally:
+                self.at_work = False
+                left_over, self.left_over = self.left_over, []
+                for stream, work in left_over:
+                    stream.queue(work)
 
     @property
     def stack(self) -> list[Stream]:
