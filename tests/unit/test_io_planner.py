@@ -92,6 +92,30 @@ def test_writers_are_level_within_a_tenth(layout):
     assert max(load.values()) <= 1.1 * sum(load.values()) / 8
 
 
+@given(st.data())
+def test_replicas_share_their_bytes_within_a_tenth(data):
+    """Any mesh of which each tensor is whole along some axis, which differ."""
+    mesh = data.draw(
+        st.sampled_from([(2,), (5,), (4, 2), (2, 3), (2, 2, 2), (3, 1, 4)])
+    )
+    ranks = data.draw(st.permutations(range(int(np.prod(mesh)))))
+    tensors = []
+    for number in range(data.draw(st.integers(1, 6))):
+        # Rows that divide, so that blocks are alike; columns that need not.
+        shape = (480 * data.draw(st.integers(1, 40)), data.draw(st.integers(100, 999)))
+        split = data.draw(st.sets(st.integers(0, len(mesh) - 1)))
+        split = set() if len(split) == len(mesh) else split
+        layout = tuple(
+            Shard(0) if n in split else Replicate() for n in range(len(mesh))
+        )
+        tensors.append(describe(f"t{number}", shape, mesh, layout, ranks))
+    load = dict.fromkeys(ranks, 0)
+    for pieces in make_plan(tensors, 1).values():
+        for piece in pieces:
+            load[piece.writer] += piece.box.size * 4
+    assert max(load.values()) <= 1.1 * sum(load.values()) / len(load)
+
+
 def test_many_small_tensors_are_spread_over_the_holders():
     tensors = [describe(f"t{i:02}", (100,), (4,), (Replicate(),)) for i in range(40)]
     plan = make_plan(tensors)
