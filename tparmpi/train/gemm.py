@@ -12,7 +12,7 @@ from tparmpi.comm import Place
 from tparmpi.models.gpt_cost import Product
 
 _SECONDS = 0.02
-_TIMES = 3
+_TIMES = 5
 
 
 def seconds(counts: Counter[Product], place: Place, dtype: Any) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from tparmpi.cli.bench import collectives, dispatch, pipeline, train
+from tparmpi.cli.bench import collectives, compare, dispatch, pipeline, train
 
 SUMMARY = "measure collectives, operators, pipelines and steps of training"
 
@@ -13,9 +13,10 @@ _WHAT = {
     "dispatch": dispatch,
     "pipeline": pipeline,
     "train": train,
+    "compare": compare,
 }
 # How long these take is for the number of their steps to say.
-_BY_STEPS = (train,)
+_BY_STEPS = (train, compare)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
