@@ -135,9 +135,12 @@ class Way:
         assert self.device is None or self.device.complaints == []
 
     def close(self) -> None:
-        """Close the groups. Collective."""
+        """Close the groups, and what else was opened meanwhile. Collective."""
         for group in self._groups:
             group.close()
+        if self.device is not None:
+            for channel in world_state().channels.values():
+                channel.free()
 
 
 class _SimulatedBackend(CupyBackend):

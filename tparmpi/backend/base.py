@@ -57,8 +57,12 @@ class Backend(ABC):
         """Return a fresh, C-contiguous copy on the device of a NumPy array."""
 
     @abstractmethod
-    def to_host(self, array: Array) -> np.ndarray:
-        """Return the values as a NumPy array (the array itself where it is one)."""
+    def to_host(self, array: Array, out: np.ndarray | None = None) -> np.ndarray:
+        """Return the values as a NumPy array (the array itself where it is one).
+
+        With ``out``, a C-contiguous array of the same shape and dtype, they are copied
+        to it and it is returned.
+        """
 
     @abstractmethod
     def contiguous(self, array: Array) -> Array:

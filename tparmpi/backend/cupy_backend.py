@@ -67,8 +67,8 @@ class CupyBackend(Backend):
     def from_host(self, array: Any) -> Any:
         return self.xp.array(np.asarray(array), order="C")
 
-    def to_host(self, array: Any) -> np.ndarray:
-        return self.xp.asnumpy(array, order="C")
+    def to_host(self, array: Any, out: np.ndarray | None = None) -> np.ndarray:
+        return self.xp.asnumpy(array, order="C", out=out)
 
     def contiguous(self, array: Any) -> Any:
         return array if array.flags.c_contiguous else array.copy(order="C")

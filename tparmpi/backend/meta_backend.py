@@ -34,7 +34,7 @@ class MetaBackend(Backend):
     def from_host(self, array: Any) -> MetaArray:
         return meta_of(array)
 
-    def to_host(self, array: MetaArray) -> NoReturn:
+    def to_host(self, array: MetaArray, out: np.ndarray | None = None) -> NoReturn:
         raise no_values(f"an array of shape {array.shape}")
 
     def contiguous(self, array: MetaArray) -> MetaArray:

@@ -56,8 +56,11 @@ class NumpyBackend(Backend):
     def from_host(self, array: Any) -> np.ndarray:
         return np.array(array, order="C")
 
-    def to_host(self, array: np.ndarray) -> np.ndarray:
-        return array
+    def to_host(self, array: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
+        if out is None:
+            return array
+        np.copyto(out, array, casting="no")
+        return out
 
     def contiguous(self, array: np.ndarray) -> np.ndarray:
         return array if array.flags.c_contiguous else array.copy()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from tparmpi.comm.agreement import agree
 from tparmpi.comm.device import Device
+from tparmpi.comm.ending import before_exit
 from tparmpi.comm.failure import install_in_job
 from tparmpi.comm.group import Group, GroupOptions, group, together
 from tparmpi.comm.ledger import Ledger, ledger
@@ -28,6 +29,7 @@ __all__ = [
     "Mesh",
     "Place",
     "agree",
+    "before_exit",
     "device",
     "devices",
     "group",

@@ -66,4 +66,4 @@ def sentence(what: str, error: BaseException) -> str:
     """What went wrong while `what` was done. Local."""
     if isinstance(error, CheckpointError):
         return str(error)
-    return f"cannot {what}: {fmt.reason(error)}"
+    return f"cannot {what}: {fmt.reason(error) or type(error).__name__}"

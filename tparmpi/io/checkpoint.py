@@ -10,6 +10,7 @@ from pathlib import Path
 
 from tparmpi.io import publish
 from tparmpi.io.agreement import on_rank_zero
+from tparmpi.io.background import BackgroundSaver
 from tparmpi.io.copies import convert, export
 from tparmpi.io.inspection import (
     Difference,
@@ -29,6 +30,7 @@ from tparmpi.io.state import HasState, HasSteps
 from tparmpi.io.transforms import Drop, Interleave, Merge, Split, Transpose, Unflatten
 
 __all__ = [
+    "BackgroundSaver",
     "Difference",
     "Drop",
     "HasState",

@@ -12,7 +12,7 @@ import numpy as np
 from tparmpi.comm import long_work, world
 from tparmpi.errors import CheckpointError
 from tparmpi.io import format as fmt
-from tparmpi.io import staging
+from tparmpi.io import pending, staging
 from tparmpi.io.agreement import on_all_ranks, on_rank_zero, refuse_disagreement
 from tparmpi.io.planner import Box, TensorDescription, digest_of
 from tparmpi.io.report import LoadReport, Wanted, compare, refuse_mismatch
@@ -97,6 +97,7 @@ def load(
             raise CheckpointError(f"dtype must be 'exact' or 'cast', not {dtype!r}")
         return path_of(path), named, wanted, _chooser(only)
 
+    pending.finish()
     path, named, wanted, chosen = on_all_ranks(prepare)
     refuse_disagreement("load", world().all_gather_object(_digest(wanted)))
     source = on_rank_zero(f"load {path}", lambda: read_source(path))

@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 
 from tparmpi.comm import agree, long_work, world
-from tparmpi.errors import CheckpointError
+from tparmpi.errors import CheckpointError, TparmpiError
 from tparmpi.io import format as fmt
-from tparmpi.io import publish
+from tparmpi.io import pending, publish
 from tparmpi.io.agreement import (
     on_all_ranks,
     on_rank_zero,
@@ -115,6 +115,11 @@ class Part:
         spec = self.tensor.spec
         return self.piece.box.of(self.tensor.local, spec.local_offset)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the elements."""
+        return self.piece.box.size * self.tensor.dtype.itemsize
+
     def shard(self) -> Shard:
         """A shard that fetches the elements when they are written. Local."""
         backend = self.tensor.spec.place.backend
@@ -160,7 +165,7 @@ class Save:
         path = self.temp / fmt.data_name(self.header.save_id, rank)
         try:
             return write_data_file(path, self.header.save_id, shards)
-        except (CheckpointError, *HDF5_ERRORS) as error:
+        except (TparmpiError, MemoryError, *HDF5_ERRORS) as error:
             raise CheckpointError(
                 f"rank {rank}: {sentence(self.what, error)}"
             ) from error
@@ -175,17 +180,20 @@ class Save:
 
         Raises
         ------
-        CheckpointError, OSError
-            What had the name has it again.
+        CheckpointError
+            The disk is full or fails. What had the name has it again.
         """
         by_tensor: dict[str, dict[int, np.ndarray]] = {name: {} for name in self.plan}
         for rank, theirs in enumerate(checksums):
             for name, numbers in theirs.items():
                 by_tensor[name][rank] = numbers
         index = self.temp / fmt.INDEX_NAME
-        write_index(index, self.header, self.tensors, self.plan, by_tensor)
-        fmt.sync(self.temp)
-        publish.publish(self.temp, self.path, self.header.save_id)
+        try:
+            write_index(index, self.header, self.tensors, self.plan, by_tensor)
+            fmt.sync(self.temp)
+            publish.publish(self.temp, self.path, self.header.save_id)
+        except HDF5_ERRORS as error:
+            raise CheckpointError(sentence(self.what, error)) from error
 
     def discard(self) -> None:
         """Remove what was written so far. Collective over all ranks.
@@ -228,6 +236,7 @@ def begin(
         described = [_describe(name, tensor) for name, tensor in named.items()]
         return _new_path(path), header, named, described
 
+    pending.finish()
     new, header, named, described = on_all_ranks(prepare)
     everyone = world()
     told = everyone.all_gather_object((digest_of(described), publish.new_save_id()))

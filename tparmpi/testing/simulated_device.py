@@ -344,9 +344,11 @@ class SimulatedDevice:
             return value
         return self.array(value, dtype)
 
-    def asnumpy(self, value: Any, order: str = "C") -> Host:
+    def asnumpy(self, value: Any, order: str = "C", out: Host | None = None) -> Host:
         """Return a copy in host memory."""
-        return value.get(order=order) if isinstance(value, Array) else np.array(value)
+        if isinstance(value, Array):
+            return value.get(order=order, out=out)
+        return np.array(value)
 
     def pin(self, memory: Any, block: Block) -> None:
         """Know a block as pinned for as long as `memory` lives."""

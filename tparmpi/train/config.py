@@ -228,6 +228,11 @@ class CheckpointSection:
     keep_best: bool = _key(
         True, "the checkpoint of the lowest validation loss stays", resume=FREE
     )
+    background: bool = _key(
+        False,
+        "go on training while a copy of the state is written",
+        resume=FREE,
+    )
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,6 @@ import numpy as np
 import tparmpi as tpm
 from tparmpi import comm
 from tparmpi.errors import (
-    CheckpointError,
     RunFolderError,
     TparmpiError,
     UsageError,
@@ -35,12 +34,11 @@ from tparmpi.train.newest import load_newest
 from tparmpi.train.progress import Reporter, reporter
 from tparmpi.train.ranks import Boundary, from_rank_zero
 from tparmpi.train.run_folder import RunFolder
+from tparmpi.train.saves import Saves
 from tparmpi.train.signals import StopSignals
 
 VALIDATION_TOKENS = 1 << 16
 """How much of the validation text one evaluation reads, spread over all of it."""
-VALIDATION_LOSS = "val_loss"
-"""By what name a checkpoint records it."""
 
 
 @dataclass(frozen=True)
@@ -152,11 +150,9 @@ class Training:
         self._show = show
         self._boundary = Boundary(signals)
         self._began = time.monotonic()
-        self._step = self._saved = 0
+        self._step = 0
         self._evaluated = -1
         self._complete = self._exceeds = False
-        self._damaged: set[str] = set()
-        """Names of checkpoints known to be damaged."""
         self._loss: float | None = None
         self._val_loss: float | None = None
         self._metrics: MetricsFile | None = None
@@ -197,11 +193,11 @@ class Training:
         newest = load_newest(folder.checkpoints, self._model, self._optimizer)
         for note in newest.notes:
             self._show.say(note)
-        self._damaged = {path.name for path in newest.damaged}
+        self._saves = Saves(self._config.checkpoint, folder.checkpoints, self._show.say)
         if newest.report is None:
             self._model.initialize(self._config.train.seed)
         else:
-            self._resume(newest.report)
+            self._resume(newest.report, {path.name for path in newest.damaged})
         recorded = from_rank_zero(self._open_files)
         self._evaluated, self._loss, self._val_loss = recorded
 
@@ -215,10 +211,12 @@ class Training:
                 self._evaluate()
             while self._step < config.steps and not self._boundary.stop:
                 self._advance()
+                self._saves.poll()
                 if self._is_due(config.eval_every) and not self._boundary.stop:
                     self._evaluate()
                 if self._is_due(self._config.checkpoint.every) or self._boundary.stop:
                     self._save()
+            self._saves.wait()
         return self._conclude()
 
     def close(self) -> None:
@@ -252,6 +250,7 @@ class Training:
         seconds = time.perf_counter() - began
         self._step += 1
         if not math.isfinite(loss):
+            self._saves.wait()
             raise TparmpiError(
                 f"the loss of step {self._step} is {loss}: the numbers have run away; "
                 "begin another run (--run) with a smaller train.lr or a longer "
@@ -354,56 +353,21 @@ class Training:
 
     def _save(self) -> None:
         """Save a checkpoint of this step, unless there is one."""
-        if self._saved == self._step:
+        if self._saves.step == self._step:
             return
         self._boundary.meet()
         from_rank_zero(self._before_save)
-        config = self._config
-        path = checkpoint.step_path(self._folder.checkpoints, self._step)
-        try:
-            checkpoint.save(
-                path,
-                self._model,
-                self._optimizer,
-                step=self._step,
-                seed=config.train.seed,
-                position=self._step * config.train.batch_size,
-                extra=self._extra(path.name),
-            )
-        except CheckpointError as error:
-            how = f"resumes after step {self._saved}" if self._saved else "begins anew"
-            raise CheckpointError(
-                f"{error}; make room or mend the folder, then the same command {how}"
-            ) from error
-        self._saved = self._step
-        self._damaged.discard(path.name)
-        self._show.say(f"step {self._step}: saved {path}{self._prune(path)}")
-
-    def _extra(self, name: str) -> dict[str, Any]:
-        """What a checkpoint that gets the folder `name` records for later starts."""
-        extra: dict[str, Any] = {"text": self._text}
-        loss = self._val_loss if self._evaluated == self._step else None
-        if loss is not None and math.isfinite(loss):
-            extra[VALIDATION_LOSS] = loss
-        if damaged := self._damaged - {name}:
-            extra["damaged"] = sorted(damaged)
-        return extra
-
-    def _prune(self, newest: Path) -> str:
-        """Remove old checkpoints; returns what is to be said of the newest."""
-        config, folder = self._config.checkpoint, self._folder.checkpoints
-        by = VALIDATION_LOSS if config.keep_best else None
-        if config.keep:
-            checkpoint.prune(
-                folder,
-                config.keep,
-                keep_every=config.keep_every,
-                keep_best=by,
-                damaged=self._damaged,
-            )
-        if by is None or checkpoint.best(folder, by) != newest:
-            return ""
-        return ", the lowest validation loss so far"
+        config = self._config.train
+        self._saves.save(
+            self._model,
+            self._optimizer,
+            step=self._step,
+            seed=config.seed,
+            position=self._step * config.batch_size,
+            text=self._text,
+            val_loss=self._val_loss if self._evaluated == self._step else None,
+            last=self._boundary.stop or self._step >= config.steps,
+        )
 
     def _before_save(self) -> None:
         if not all(lock.is_held() for lock in self._held):
@@ -414,17 +378,18 @@ class Training:
         if self._metrics is not None:
             self._metrics.sync()
 
-    def _resume(self, report: checkpoint.LoadReport) -> None:
+    def _resume(self, report: checkpoint.LoadReport, damaged: set[str]) -> None:
         if report.extra.get("text") != self._text:
             raise UsageError(
                 f"the text of data.train ({self._config.data.train}) or its validation "
                 f"part is not what the run in {self._folder.path} began with: give the "
                 "same text to resume it, or another folder with --run"
             )
-        self._step = self._saved = report.step
-        damaged = report.extra.get("damaged")
-        if isinstance(damaged, list):
-            self._damaged.update(name for name in damaged if isinstance(name, str))
+        self._step = report.step
+        recorded = report.extra.get("damaged")
+        if isinstance(recorded, list):
+            damaged |= {name for name in recorded if isinstance(name, str)}
+        self._saves.begin(report.step, damaged)
         if self._step > self._config.train.steps:
             # What is recorded must not say less than what was done.
             self._exceeds = True
