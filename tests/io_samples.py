@@ -52,9 +52,14 @@ def halves(name: str, array: np.ndarray) -> TensorDescription:
 
 
 def write(
-    folder: Path, arrays: dict[str, np.ndarray], save_id: str = SAVE_ID, **header
+    folder: Path,
+    arrays: dict[str, np.ndarray],
+    save_id: str = SAVE_ID,
+    *,
+    level: int = 0,
+    **header,
 ) -> Path:
-    """Write arrays as a checkpoint of two data files."""
+    """Write arrays as a checkpoint of two data files, compressed by `level`."""
     folder.mkdir()
     tensors = {name: halves(name, array) for name, array in arrays.items()}
     plan = make_plan(tensors.values())
@@ -66,6 +71,7 @@ def write(
                 arrays[name].dtype.name,
                 piece.box.shape,
                 lambda a=arrays[name], b=piece.box: a[(*b.slices(), ...)],
+                level=level,
             )
             for name, pieces in plan.items()
             for piece in pieces

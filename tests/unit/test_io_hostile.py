@@ -337,10 +337,10 @@ def data_is_a_pipe(folder):
 
 IN_THE_DATA = [
     (external_storage, "stored in another file"),
-    (compressed, "not stored contiguously"),
+    (compressed, "other filters than gzip's"),
     (never_allocated, "was it cut"),
-    (compact, "not stored contiguously"),
-    (virtual, "not stored contiguously"),
+    (compact, "neither contiguously nor chunked"),
+    (virtual, "neither contiguously nor chunked"),
     (another_shape, "has shape"),
     (another_type, "not stored as float32"),
     (big_endian, "not stored as float32"),

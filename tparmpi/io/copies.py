@@ -20,6 +20,7 @@ import numpy as np
 from tparmpi.errors import CheckpointError
 from tparmpi.io import format as fmt
 from tparmpi.io import publish, staging, weights
+from tparmpi.io.chunked import Compression, Levels
 from tparmpi.io.planner import Block, Box, TensorDescription, make_plan
 from tparmpi.io.slabs import slabs
 from tparmpi.io.sources import SourceReader, open_source, read_source, views_of
@@ -38,12 +39,13 @@ def convert(
     files: int = 1,
     transforms: Sequence[Transform] = (),
     remap: Renames = (),
+    compression: Compression = None,
 ) -> Path:
     """Copy a checkpoint, or safetensors files, to a checkpoint of `files` data files.
 
-    Any checkpoint loads into any layout; a copy is for fewer or more files, and to
-    bring other programs' weights in. Local. Holds parts of a tensor, at most
-    ``TPARMPI_STAGING_MIB`` together.
+    Any checkpoint loads into any layout; a copy is for fewer or more files, to compress
+    it or not, and to bring other programs' weights in. Local. Holds parts of a tensor,
+    at most ``TPARMPI_STAGING_MIB`` together.
 
     Parameters
     ----------
@@ -54,6 +56,8 @@ def convert(
     files : int, default 1
     transforms, remap
         As for :func:`load`.
+    compression
+        As for :func:`save`.
 
     Returns
     -------
@@ -68,6 +72,7 @@ def convert(
     """
     origin, path = Path(source), Path(target)
     files = fmt.integer("files", files, range(1, _MAX_FILES + 1))
+    levels = Levels(compression)
     found = read_source(origin)
     views = views_of(found, transforms, remap)
     described = {name: _describe(name, view, files) for name, view in views.items()}
@@ -85,6 +90,7 @@ def convert(
                     partial(_Unread, views[name], blocks, piece.box),
                     # A view's own reading may take as much again, and twice.
                     step_bytes=staging.limit() // 4,
+                    level=levels.of(name),
                 )
                 for name, pieces in plan.items()
                 for piece in pieces

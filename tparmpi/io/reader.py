@@ -1,7 +1,8 @@
 """Reading a checkpoint's data files, checksums verified. Local: no MPI here.
 
 Nothing in a file is believed before it is checked: only contiguous datasets inside
-their own file are read, and a size is compared with the file's before memory is taken.
+their own file are read, or chunks of one form, and a size is compared with the file's
+before memory is taken.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from h5py import h5d
 
 from tparmpi.io import checksums, slabs, staging
 from tparmpi.io import format as fmt
+from tparmpi.io.chunked import Chunks
 from tparmpi.io.index import Index, StoredPiece, StoredTensor
 from tparmpi.io.planner import Box
 from tparmpi.io.untrusted import (
@@ -29,6 +31,9 @@ from tparmpi.io.untrusted import (
     told,
     walk,
 )
+
+Fetch = Callable[[memoryview, int], None]
+"""Fills memory with bytes of a piece, from one of its file order on."""
 
 
 class BlockReader:
@@ -160,19 +165,20 @@ class _DataFile:
         self._blocks(tensor, piece).check(_inside(piece, part))
 
     def _blocks(self, tensor: StoredTensor, piece: StoredPiece) -> _Blocks:
-        offset = self._offset(tensor, piece)
-        return _Blocks(self._descriptor, offset, tensor, piece, self._crew)
+        return _Blocks(self._bytes(tensor, piece), tensor, piece, self._crew)
 
     def datasets(self) -> list[str]:
         return [name for name, _ in datasets(self._file)]
 
-    def _offset(self, tensor: StoredTensor, piece: StoredPiece) -> int:
+    def _bytes(self, tensor: StoredTensor, piece: StoredPiece) -> Fetch:
+        """What reads the bytes of a piece in file order."""
         dataset = walk(self._file, tensor.name)
         if not isinstance(dataset, h5py.Dataset):
             raise Refused(f"'{tensor.name}' is not a dataset")
         properties = dataset.id.get_create_plist()
-        if properties.get_layout() != h5d.CONTIGUOUS:
-            raise Refused(f"'{tensor.name}' is not stored contiguously")
+        layout = properties.get_layout()
+        if layout not in (h5d.CONTIGUOUS, h5d.CHUNKED):
+            raise Refused(f"'{tensor.name}' is stored neither contiguously nor chunked")
         if properties.get_external_count():
             raise Refused(f"'{tensor.name}' is stored in another file")
         if dataset.shape != piece.box.shape:
@@ -182,13 +188,19 @@ class _DataFile:
             )
         if not dataset.id.get_type().equal(fmt.file_type(tensor.dtype)):
             raise Refused(f"'{tensor.name}' is not stored as {tensor.dtype}")
+
+        def read(target: memoryview, first: int) -> None:
+            read_at(self._descriptor, target, first)
+
+        if layout == h5d.CHUNKED:
+            return Chunks(dataset, tensor.name, self._size, read).read
         offset = dataset.id.get_offset()
         nbytes = piece.box.size * fmt.itemsize(tensor.dtype)
         if offset is None or offset + nbytes > self._size:
             raise Refused(
                 f"it has {self._size} bytes, too few for '{tensor.name}': was it cut?"
             )
-        return int(offset)
+        return lambda target, first: read(target, offset + first)
 
 
 def _inside(piece: StoredPiece, part: Box) -> Box:
@@ -219,15 +231,9 @@ class _Blocks:
     """Checked reads from one stored piece, in whole blocks of its file order."""
 
     def __init__(
-        self,
-        descriptor: int,
-        offset: int,
-        tensor: StoredTensor,
-        piece: StoredPiece,
-        crew: _Crew,
+        self, read: Fetch, tensor: StoredTensor, piece: StoredPiece, crew: _Crew
     ) -> None:
-        self._descriptor = descriptor
-        self._offset = offset
+        self._read = read
         self._name = tensor.name
         self._shape = piece.box.shape
         self._itemsize = fmt.itemsize(tensor.dtype)
@@ -284,7 +290,7 @@ class _Blocks:
         """Read whole blocks from `first` on, each checked while it is in the cache."""
         for at in range(0, len(target), fmt.BLOCK_BYTES):
             block = target[at : at + fmt.BLOCK_BYTES]
-            read_at(self._descriptor, block, self._offset + first + at)
+            self._read(block, first + at)
             number = (first + at) // fmt.BLOCK_BYTES
             if checksums.crc32(block) != self._checksums[number]:
                 raise Refused(

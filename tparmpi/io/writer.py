@@ -18,8 +18,8 @@ import numpy as np
 from h5py import h5d, h5p
 
 from tparmpi.errors import CheckpointError
+from tparmpi.io import chunked, slabs, staging
 from tparmpi.io import format as fmt
-from tparmpi.io import slabs, staging
 from tparmpi.io.planner import Box, Piece, TensorDescription
 
 Checksums = np.ndarray
@@ -40,6 +40,9 @@ class Shard:
         unless it is a C-contiguous NumPy array: that is written from where it lies.
     step_bytes : int, optional
         About how much to ask for at a time; else what is written at a time.
+    level : int, optional
+        How much it is compressed, 1 to 9; 0, the default, is not at all. Scalars and
+        empty shards never are.
     """
 
     name: str
@@ -48,6 +51,12 @@ class Shard:
     fetch: Callable[[], Any]
     to_host: Callable[[Any], np.ndarray] = np.asarray
     step_bytes: int = 0
+    level: int = 0
+
+    @property
+    def is_compressed(self) -> bool:
+        """Whether its dataset has compressed chunks."""
+        return self.level > 0 and chunked.fits(self.shape)
 
 
 @dataclass(frozen=True)
@@ -70,6 +79,7 @@ def write_data_file(
     HDF5 lays out contiguous datasets and tells where they lie; their bytes are then
     written with plain positioned writes from several threads, which take the checksums.
     The disk is told to begin with each part at once, not when all are written.
+    Compressed datasets are written by HDF5, chunk by chunk.
 
     Parameters
     ----------
@@ -90,10 +100,11 @@ def write_data_file(
     CheckpointError
         The written file is not what was meant.
     """
-    offsets = _lay_out(path, save_id, shards)
+    offsets, checksums = _lay_out(path, save_id, shards)
     descriptor = os.open(path, os.O_WRONLY)
     try:
-        checksums = _write_shards(descriptor, offsets, shards)
+        plain = [shard for shard in shards if not shard.is_compressed]
+        checksums |= _write_shards(descriptor, offsets, plain)
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
@@ -177,20 +188,46 @@ def _selected(shape: tuple[int, ...], box: Box) -> Any:
     return space
 
 
-def _lay_out(path: Path, save_id: str, shards: Sequence[Shard]) -> dict[str, int]:
+def _lay_out(
+    path: Path, save_id: str, shards: Sequence[Shard]
+) -> tuple[dict[str, int], dict[str, Checksums]]:
+    """Where each contiguous dataset lies; checksums of compressed ones, now written."""
+    checksums = {}
     with _create(path, save_id) as file:
         for shard in shards:
-            properties = h5p.create(h5p.DATASET_CREATE)
-            properties.set_layout(h5d.CONTIGUOUS)
-            properties.set_alloc_time(h5d.ALLOC_TIME_EARLY)
-            properties.set_fill_time(h5d.FILL_TIME_NEVER)
+            itemsize = fmt.itemsize(shard.dtype)
+            properties = (
+                chunked.properties(shard.shape, itemsize, shard.level)
+                if shard.is_compressed
+                else _contiguous()
+            )
             space = fmt.dataspace(shard.shape)
             fmt.create_dataset(file, shard.name, shard.dtype, space, properties)
-        return _offsets(file, shards)
+        for shard in shards:
+            if shard.is_compressed:
+                checksums[shard.name] = chunked.write(
+                    file[shard.name],
+                    fmt.itemsize(shard.dtype),
+                    shard.level,
+                    _parts(shard),
+                )
+        return _offsets(file, shards), checksums
+
+
+def _contiguous() -> h5p.PropDCID:
+    properties = h5p.create(h5p.DATASET_CREATE)
+    properties.set_layout(h5d.CONTIGUOUS)
+    properties.set_alloc_time(h5d.ALLOC_TIME_EARLY)
+    properties.set_fill_time(h5d.FILL_TIME_NEVER)
+    return properties
 
 
 def _offsets(file: h5py.File, shards: Sequence[Shard]) -> dict[str, int]:
-    return {shard.name: file[shard.name].id.get_offset() for shard in shards}
+    return {
+        shard.name: file[shard.name].id.get_offset()
+        for shard in shards
+        if not shard.is_compressed
+    }
 
 
 def _write_shards(
@@ -297,7 +334,7 @@ def _check_layout(
             raise CheckpointError(f"{path} is not laid out as it was written")
     for shard in shards:
         nbytes = prod(shard.shape) * fmt.itemsize(shard.dtype)
-        if offsets[shard.name] + nbytes > size:
+        if shard.name in offsets and offsets[shard.name] + nbytes > size:
             raise CheckpointError(
                 f"{path} has {size} bytes, '{shard.name}' ends beyond that"
             )

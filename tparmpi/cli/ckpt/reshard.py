@@ -12,13 +12,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments. Local."""
     parser.description = (
         "Copies a checkpoint, of a run the newest, to one with another number of data "
-        "files, byte for byte the same tensors. Loading needs no such copy: any "
-        "checkpoint loads into any layout."
+        "files, compressed if asked, byte for byte the same tensors. Loading needs no "
+        "such copy: any checkpoint loads into any layout."
     )
     parser.add_argument("source", metavar="PATH", help="run folder or checkpoint")
     parser.add_argument("target", metavar="NEW", help="folder of the new checkpoint")
     parser.add_argument(
         "--files", type=int, default=1, metavar="N", help="data files (%(default)s)"
+    )
+    parser.add_argument(
+        "--compression",
+        choices=("gzip",),
+        help="compress every tensor; without it none is",
     )
 
 
@@ -27,6 +32,11 @@ def run(arguments: argparse.Namespace) -> tuple[int, list[str], Any]:
     from tparmpi.io import copies, inspection
 
     source = inspection.find(arguments.source)[-1]
-    path = copies.convert(source, arguments.target, files=arguments.files)
+    path = copies.convert(
+        source,
+        arguments.target,
+        files=arguments.files,
+        compression=arguments.compression,
+    )
     facts = {"source": str(source), "path": str(path)}
     return 0, [f"{source}: copied to {path}"], facts
