@@ -331,8 +331,8 @@ def test_leaks_are_described(group):
     if not group.is_member:
         return
     handle = group.start.barrier()
-    (text,) = progress.unseen.values()
-    assert text.startswith("barrier on <group")
-    assert f"{__file__}:" in text
+    ((call, site),) = progress.unseen.values()
+    assert repr(call).startswith("barrier on <group")
+    assert site.startswith(f"{__file__}:")
     handle.wait()
     assert not progress.unseen

@@ -182,7 +182,7 @@ def test_no_gradients_are_sent_to_a_stage_that_needs_none(layouts):
     for frozen in ((0, 1, 2), ()):
         with tpm.ledger() as ledger:
             trained(build(placement, frozen, tied=False), placement, "1f1b", 2)
-        sent.append(ledger.count("send_arrays"))
+        sent.append(ledger.count("send_blocks"))
     by_first, by_second = ((2, 2), (0, 2))
     assert sent == list(by_first if tpm.world().rank == 0 else by_second)
 

@@ -277,6 +277,17 @@ class Pending:
         """
         control.check_awaited(self.awaited(), doing)
 
+    def withdraw(self) -> None:
+        """Give up receives of which no message will ever come. Local.
+
+        On transports that say so only.
+        """
+        for request in self.requests:
+            request.Cancel()
+            request.Wait()
+        self.requests.clear()
+        self.ranks.clear()
+
     def awaited(self) -> list[int]:
         """World ranks at the other ends of the messages that are not complete."""
         return [

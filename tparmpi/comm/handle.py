@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from tparmpi.comm import progress
@@ -47,7 +48,7 @@ class Handle(Generic[_T]):
         self._error: BaseException | None = None
         self._watched = time.monotonic()
         self._number = next(_numbers)
-        progress.unseen[self._number] = f"{call!r}, started at {call_site()}"
+        progress.unseen[self._number] = call, call_site()
 
     def __repr__(self) -> str:
         state = "done" if self._steps is None else "under way"
@@ -92,9 +93,14 @@ class Handle(Generic[_T]):
         result: _T = self._result
         return result
 
-    def settle(self) -> None:
-        """Return when the operation is complete, or has failed. Local."""
-        if self._steps is not None:
+    def settle(self, until: Callable[[], bool] | None = None) -> None:
+        """Return when the operation is complete, or has failed. Local.
+
+        Or as soon as `until` says so: what happens while the operation goes on.
+        """
+        if until is not None:
+            progress.wait(lambda: self._is_complete() or until(), self._watch)
+        elif self._steps is not None:
             progress.wait(self._is_complete, self._watch)
 
     def check_refusal(self) -> None:

@@ -43,6 +43,8 @@ _ARGUMENTS: dict[str, Sequence[str]] = {
     "recv": ("source",),
     "send_arrays": ("arrays", "to"),
     "recv_arrays": ("source",),
+    "send_blocks": ("arrays", "to"),
+    "recv_blocks": ("source",),
     "barrier": (),
     "broadcast_object": ("value", "root"),
     "all_gather_object": ("value",),
@@ -55,6 +57,8 @@ _SIDES = {
     "recv": "message",
     "send_arrays": "messages",
     "recv_arrays": "messages",
+    "send_blocks": "blocks",
+    "recv_blocks": "blocks",
 }
 
 

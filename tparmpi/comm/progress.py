@@ -19,14 +19,15 @@ from tparmpi.comm import ring
 from tparmpi.config import environment
 
 if TYPE_CHECKING:
+    from tparmpi.comm.call import Call
     from tparmpi.comm.handle import Handle
     from tparmpi.comm.members import Members
 
 active: list[Handle[Any]] = []
 """The operations under way, in the order in which they were started."""
 
-unseen: dict[int, str] = {}
-"""What was started and not yet seen done: number of the handle, and description."""
+unseen: dict[int, tuple[Call, str]] = {}
+"""What was started and not yet seen done, by number of the handle; and where."""
 
 lock = threading.Lock()
 """Held while operations move on, by one thread at a time."""
@@ -36,6 +37,12 @@ _SPINS = 20
 _OWN_CORE_SECONDS = 0.02
 _SPIN_SECONDS = 0.005
 _PAUSE_SECONDS = 0.0001
+# How long the thread leaves alone what another one looks after, at first and at most.
+# Waking up takes the interpreter's lock from that one, and perhaps its core.
+_ASIDE_SECONDS = 0.0002
+_LONG_ASIDE_SECONDS = 0.005
+# How long it looks for operations by itself before it waits to be told of one.
+_IDLE_SECONDS = 0.5
 _WATCH_SECONDS = 0.02
 _STOP_SECONDS = 1.0
 _LEAKS_SHOWN = 5
@@ -57,6 +64,11 @@ def poll() -> bool:
     bool
         Whether one of them moved.
     """
+    _thread.looks += 1
+    return _move_on()
+
+
+def _move_on() -> bool:
     # Whoever holds the lock is doing it.
     if not lock.acquire(blocking=False):
         return False
@@ -151,7 +163,10 @@ def close(seconds: float) -> str:
         f"operations started and never waited for: {len(unseen)} ({len(active)} still "
         "under way); call wait() on each handle:"
     ]
-    lines += [f"  {what}" for what in list(unseen.values())[:_LEAKS_SHOWN]]
+    lines += [
+        f"  {call!r}, started at {site}"
+        for call, site in list(unseen.values())[:_LEAKS_SHOWN]
+    ]
     if len(unseen) > _LEAKS_SHOWN:
         lines.append(f"  and {len(unseen) - _LEAKS_SHOWN} more")
     return "\n".join(lines)
@@ -167,12 +182,21 @@ _rank = _Rank()
 
 
 class _Thread:
-    """Moves operations on while no other thread of this rank waits or asks."""
+    """Moves operations on while no other thread of this rank waits or asks.
+
+    Attributes
+    ----------
+    wanted
+        Whether there is to be one; None while it is not known.
+    looks
+        How often other threads have asked.
+    """
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
         self.wanted: bool | None = None
         self._work = threading.Event()
+        self.looks = 0
         self._stopped = False
         self._waiting = 0
 
@@ -206,13 +230,25 @@ class _Thread:
             self._thread = None
 
     def _run(self) -> None:
+        seen, aside = self.looks, _ASIDE_SECONDS
+        idle = 0.0
         while not self._stopped:
             if not active:
+                if idle < _IDLE_SECONDS:
+                    time.sleep(_LONG_ASIDE_SECONDS)
+                    idle += _LONG_ASIDE_SECONDS
+                    continue
                 self._work.clear()
                 if not active:
                     self._work.wait()
+            idle = 0.0
+            if self._waiting or self.looks != seen or not self.wanted:
+                seen = self.looks
+                time.sleep(aside)
+                aside = min(2 * aside, _LONG_ASIDE_SECONDS)
                 continue
-            if self._waiting or not self.wanted or not poll():
+            aside = _ASIDE_SECONDS
+            if not _move_on():
                 time.sleep(_PAUSE_SECONDS)
 
 

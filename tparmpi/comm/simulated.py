@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 
 from tparmpi.backend import MetaArray, get
-from tparmpi.comm import algorithms, objects, operations, runtime
+from tparmpi.comm import algorithms, blocks, objects, operations, runtime
 from tparmpi.comm.ledger import Entry, active
 from tparmpi.comm.settings import DeviceSettings
 from tparmpi.errors import GroupError, ShapeError, UsageError
@@ -392,6 +392,17 @@ def _recv_arrays(call: SimulatedCall, source: int) -> list[MetaArray]:
     return []
 
 
+def _send_blocks(
+    call: SimulatedCall, arrays: Sequence[Any], to: int, heads: Any, foreseen: bool
+) -> None:
+    call.sent = sum(array.nbytes for array in arrays)
+
+
+def _recv_blocks(call: SimulatedCall, source: int, expected: Any) -> list[MetaArray]:
+    """Nothing, as `_recv_arrays`."""
+    return []
+
+
 def _barrier(call: SimulatedCall) -> None:
     return None
 
@@ -423,6 +434,8 @@ _OPERATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
     operations.send_arrays: _send_arrays,
     operations.recv: _recv,
     operations.recv_arrays: _recv_arrays,
+    blocks.send_blocks: _send_blocks,
+    blocks.recv_blocks: _recv_blocks,
     operations.barrier: _barrier,
     operations.broadcast_object: _broadcast_object,
     operations.all_gather_object: _all_gather_object,

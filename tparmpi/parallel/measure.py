@@ -28,8 +28,11 @@ SECONDS: Mapping[str, float] = {
 """What a stage takes for a microbatch: a backward is both gradients."""
 
 
-SIGNALS = 8
-"""So many are sent one after the other where their rate is measured."""
+SIGNALS = 32
+"""So many are sent one after the other where their rate is measured.
+
+Enough for the memory that they are received into to be warm, as that of MPI's own is.
+"""
 
 
 def theory(
@@ -94,8 +97,8 @@ def step_seconds(
 def signal_rate(places: Group, nbytes: int, seconds: float) -> dict[str, float]:
     """Return how fast signals go to the next stage, one after the other.
 
-    In turns with MPI's own sends of as many bytes, into an array that is there already.
-    Collective over `places`, which are two.
+    In turns with MPI's own blocking sends of the very same array, each received into
+    one that is there already. Collective over `places`, which are two.
 
     Returns
     -------
@@ -107,6 +110,7 @@ def signal_rate(places: Group, nbytes: int, seconds: float) -> dict[str, float]:
     edge = Edge(here, there, "stage 1")
     values = np.arange(nbytes // 4, dtype=np.float32)
     signal = tensor(values, places.devices[places.rank])
+    sent = signal.local
     received = np.empty_like(values)
     comm = places.comm
 
@@ -125,7 +129,7 @@ def signal_rate(places: Group, nbytes: int, seconds: float) -> dict[str, float]:
     def raw() -> None:
         for _ in range(SIGNALS):
             if places.rank == 0:
-                comm.Send(values, 1)
+                comm.Send(sent, 1)
             else:
                 comm.Recv(received, 0)
 

@@ -200,26 +200,29 @@ class Step:
         return [total if self.factor == 1.0 else total * self.factor]
 
     def _backward(self, virtual: int, microbatch: int, chunk: int) -> None:
-        self._go_back(virtual, self._live.pop((microbatch, chunk)), None)
+        live = self._live.pop((microbatch, chunk))
+        self._go_back(virtual, microbatch, live, None)
 
     def _input_gradient(self, virtual: int, microbatch: int, chunk: int) -> None:
         live = self._live[microbatch, chunk]
-        self._go_back(virtual, live, live.later)
+        self._go_back(virtual, microbatch, live, live.later)
 
     def _weight_gradient(self, virtual: int, microbatch: int, chunk: int) -> None:
         self._live.pop((microbatch, chunk)).later.run()
 
-    def _go_back(self, virtual: int, live: Live, later: Deferred | None) -> None:
+    def _go_back(
+        self, virtual: int, microbatch: int, live: Live, later: Deferred | None
+    ) -> None:
         if virtual == len(self._edges):
             if live.outputs:
                 backward(live.outputs, later=later)
         elif live.outputs:
             assert live.passage is not None
-            seeds = self._edges[virtual].receive_gradients(live.passage)
+            seeds = self._edges[virtual].receive_gradients(live.passage, microbatch)
             backward(live.outputs, seeds, later=later)
         live.outputs = []
         if live.received is not None:
-            self._edges[virtual - 1].send_gradients(live.received)
+            self._edges[virtual - 1].send_gradients(live.received, microbatch)
             live.received = None
 
     def weigh(self, known: Callable[[Any], Any]) -> Any:

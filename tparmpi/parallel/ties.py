@@ -9,7 +9,7 @@ import numpy as np
 
 from tparmpi.nn import Parameter
 from tparmpi.tensors import Spec, redistribute
-from tparmpi.tensors.bridge import bridge_between
+from tparmpi.tensors.bridge import Bridge, bridge_between
 
 
 class Ties:
@@ -53,46 +53,38 @@ class Ties:
 
     def _give_values(self, owner: Parameter, copy: Parameter) -> None:
         bridge = bridge_between(owner.spec.place, copy.spec.place)
-        handles = []
-        if not owner.is_shell:
-            is_new = self._given.get(id(copy)) != owner.version
+        block = None
+        if not owner.is_shell and self._given.get(id(copy)) != owner.version:
             self._given[id(copy)] = owner.version
-            blocks, specs, targets = _if(is_new, owner.array, owner.spec, copy.spec)
-            head = [np.array(is_new)]
-            handles = bridge.send(blocks, specs, targets, head)
-        if not copy.is_shell:
-            incoming = bridge.expect()
-            (is_new,) = incoming.head(1)
-            _, specs, targets = _if(bool(is_new), None, owner.spec, copy.spec)
-            for block in incoming.blocks(specs, targets):
-                copy.write_local(block)
-        for handle in handles:
-            handle.wait()
+            block = owner.array
+        for come in _carry(bridge, block, owner.spec, copy.spec):
+            copy.write_local(come)
 
     def _take_gradient(self, owner: Parameter, copy: Parameter) -> None:
         bridge = bridge_between(copy.spec.place, owner.spec.place)
-        handles = []
-        if not copy.is_shell:
-            gradient = copy.grad
-            blocks: list[Any] = []
-            if gradient is not None:
-                blocks = [redistribute(gradient.array, gradient.spec, copy.layout)]
-            has = [np.array(bool(blocks))]
-            specs = [copy.spec] * len(blocks)
-            targets = [owner.spec] * len(blocks)
-            handles = bridge.send(blocks, specs, targets, has)
-        if not owner.is_shell:
-            incoming = bridge.expect()
-            (has_one,) = incoming.head(1)
-            _, specs, targets = _if(bool(has_one), None, copy.spec, owner.spec)
-            for block in incoming.blocks(specs, targets):
-                owner.add_grad(block, owner.layout)
-        for handle in handles:
-            handle.wait()
+        block = None
+        gradient = copy.grad
+        if not copy.is_shell and gradient is not None:
+            block = redistribute(gradient.array, gradient.spec, copy.layout)
+        for come in _carry(bridge, block, copy.spec, owner.spec):
+            owner.add_grad(come, owner.layout)
 
 
-def _if(
-    wanted: bool, block: Any, spec: Spec, target: Spec
-) -> tuple[list[Any], list[Spec], list[Spec]]:
-    """What goes over a bridge: one tensor, or nothing."""
-    return ([block], [spec], [target]) if wanted else ([], [], [])
+def _carry(bridge: Bridge, block: Any, spec: Spec, target: Spec) -> list[Any]:
+    """Bring a block, or none, over a bridge; return what has come here.
+
+    Collective over the bridge's members. The lead says whether there is one.
+    """
+    some, none = bridge.route([spec], [target]), bridge.route([], [])
+    handles = []
+    if bridge.as_source is not None:
+        blocks, route = ([], none) if block is None else ([block], some)
+        heads = [np.array([len(blocks)], np.uint8)]
+        handles = bridge.send(blocks, route, heads, are_foreseen=False)
+    come: list[Any] = []
+    if bridge.as_target is not None:
+        lead = np.ones(1, np.uint8)
+        come = bridge.expect(None, lead, lambda lead: some if lead[0] else none).wait()
+    for handle in handles:
+        handle.wait()
+    return come

@@ -8,6 +8,7 @@ import numpy as np
 
 from tparmpi.backend import MetaArray
 from tparmpi.comm import Place
+from tparmpi.comm.blocks import NO_LEAD
 from tparmpi.errors import AutodiffError
 from tparmpi.sharding import Layout, Placement
 from tparmpi.sharding.transfers import layout_on
@@ -133,16 +134,17 @@ def _moved(block: Any, start: Spec, target: Spec, head: Any) -> Any:
         is not asked.
     """
     bridge = bridge_between(start.place, target.place)
-    handles = []
+    route = bridge.route([start], [target])
     heads = [] if head is None else [head]
+    handles = []
     if start.place.is_member:
-        handles = bridge.send([block], [start], [target], heads)
+        handles = bridge.send([block], route, heads)
     made: Any = MetaArray(target.local_shape, target.dtype)
     if target.place.is_member:
-        incoming = bridge.expect()
-        for given, own in zip(incoming.head(len(heads)), heads, strict=False):
-            _check_alike(bool(given[0]), bool(own[0]))
-        (made,) = incoming.blocks([start], [target])
+        lead = NO_LEAD if head is None else head.copy()
+        (made,) = bridge.expect(route, lead).wait()
+        if head is not None:
+            _check_alike(bool(lead[0]), bool(head[0]))
     for handle in handles:
         handle.wait()
     return made

@@ -31,6 +31,8 @@ class Transport(ABC):
         Says which ranks have ended.
     xp : module
         The array module of working arrays.
+    withdraws : bool
+        Whether receives that were started can be given up; see `Pending.withdraw`.
     """
 
     name: str
@@ -38,6 +40,7 @@ class Transport(ABC):
     size: int
     control: Control
     xp: Any
+    withdraws = False
 
     def turn(self) -> Turn | None:
         """Return the order of a call's work among the caller's streams. Local.

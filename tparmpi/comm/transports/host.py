@@ -39,6 +39,7 @@ class HostTransport(Transport):
 
     name = "host"
     xp = np
+    withdraws = True
 
     def __init__(
         self, comm: MPI.Intracomm, members: tuple[int, ...], control: Control
