@@ -13,7 +13,7 @@ from safetensors.numpy import save_file
 import tparmpi as tpm
 from tests.gpt_samples import CONFIG
 from tests.io_samples import unique
-from tparmpi import Replicate, Shard
+from tparmpi import Replicate, Shard, nn
 from tparmpi.errors import CheckpointError
 from tparmpi.io import checkpoint
 from tparmpi.models import GPT
@@ -298,3 +298,15 @@ def test_stages_load_under_other_layouts_and_back(folder, source):
                 assert others[name].is_shell == tensor.is_shell
                 if not tensor.is_shell:
                     assert np.array_equal(others[name].local, tensor.local), name
+
+
+def test_a_model_that_has_no_values_yet_is_loaded(folder):
+    place = tpm.group(tpm.devices()[:3])
+    path = checkpoint.step_path(folder, 1)
+    saved = nn.Linear(7, 5, place, split="columns").initialize(seed=4)
+    checkpoint.save(path, saved)
+    fresh = nn.Linear(7, 5, place, split="columns")
+    checkpoint.load(path, fresh)
+    for name, tensor in saved.state_dict().items():
+        found = fresh.state_dict()[name]
+        assert tensor.is_shell or np.array_equal(found.local, tensor.local)

@@ -194,7 +194,7 @@ def _check(reader: SourceReader, view: View, tensor: Tensor) -> None:
 
 def _fill(reader: SourceReader, view: View, tensor: Tensor) -> None:
     """Read this rank's block into it."""
-    box, target = _own(tensor), tensor.array
+    box, target = _own(tensor), tensor.room()
     on_host = isinstance(target, np.ndarray)
     if on_host and isinstance(view, Stored):
         reader.read_into(view.name, box, target)

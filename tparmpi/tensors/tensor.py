@@ -376,11 +376,18 @@ class Tensor(Protocol):
                 "write_local: this rank's block has the shape "
                 f"{self.spec.local_shape}, the array {tuple(array.shape)}"
             )
-        target = self.array
+        target = self.room()
         if isinstance(array, np.ndarray) and not isinstance(target, np.ndarray):
             array = self.spec.place.backend.from_host(array)
         target[...] = array
         self.mark_written()
+
+    def room(self) -> Any:
+        """This rank's block, which the library is to overwrite whole. Local.
+
+        Who does so calls :meth:`mark_written` after it.
+        """
+        return self.array
 
     def mark_written(self) -> None:
         """Tell the tape that `array` was written to in place. Local."""
