@@ -26,6 +26,8 @@ def contract(backend: Backend, rule: str, a: Any, b: Any) -> Any:
         Explicit, such as ``"btd,dhe->bthe"``; no letter twice in one operand.
     """
     recipe = _recipe(rule)
+    if recipe.swaps:
+        a, b = b, a
     if recipe.is_matrices:
         left = a.swapaxes(-1, -2) if recipe.swap_a else a
         right = b.swapaxes(-1, -2) if recipe.swap_b else b
@@ -53,6 +55,9 @@ class _Recipe:
 
     Attributes
     ----------
+    swaps
+        Whether the second operand's letters come first in the output: then the product
+        of the operands in turn, which is the same, lies in memory as the output does.
     is_matrices
         Whether they are (batches of) matrices already, perhaps swapped.
     """
@@ -68,11 +73,15 @@ class _Recipe:
         "right",
         "swap_a",
         "swap_b",
+        "swaps",
     )
 
     def __init__(self, rule: str) -> None:
         operands, out = rule.split("->")
         a, b = operands.split(",")
+        self.swaps = _is_turned(a, b, out)
+        if self.swaps:
+            a, b = b, a
         self.lone_a = tuple(i for i, x in enumerate(a) if x not in b and x not in out)
         self.lone_b = tuple(i for i, x in enumerate(b) if x not in a and x not in out)
         a = "".join(x for i, x in enumerate(a) if i not in self.lone_a)
@@ -95,6 +104,16 @@ class _Recipe:
             and (self.swap_a or a == batch + rows + summed)
             and (self.swap_b or b == batch + summed + columns)
         )
+
+
+def _is_turned(a: str, b: str, out: str) -> bool:
+    """Whether in `out` the letters of `b` alone stand before those of `a` alone."""
+    batch, rows, columns = (
+        "".join(x for x in out if (x in a, x in b) == where)
+        for where in ((True, True), (True, False), (False, True))
+    )
+    turned = batch + columns + rows
+    return out == turned and out != batch + rows + columns
 
 
 @lru_cache(maxsize=4096)
@@ -139,8 +158,9 @@ def _product_gradient(
     result = _product(plan, product, factors)
     if not lone:
         return result
-    shape = arrays[number].shape
-    return plan.xp.broadcast_to(plan.xp.expand_dims(result, lone), shape)
+    spread = plan.backend.empty(arrays[number].shape, result.dtype)
+    spread[...] = plan.xp.expand_dims(result, lone)
+    return spread
 
 
 @lru_cache(maxsize=4096)
@@ -162,7 +182,10 @@ def _einsum_rule(*shapes: tuple[int, ...], rule: str) -> str:
 
 
 @operator(
-    _einsum_rule, name="einsum", linear=lambda dtypes, _: tuple(range(len(dtypes)))
+    _einsum_rule,
+    name="einsum",
+    linear=lambda dtypes, _: tuple(range(len(dtypes))),
+    fresh=True,
 )
 def _einsum(plan: Plan, *operands: Any) -> Any:
     """Return the sum of products that the attribute `rule` says."""
@@ -353,7 +376,7 @@ def _linear_rule(
     return rule
 
 
-@operator(_linear_rule, name="linear", linear=(0, 1))
+@operator(_linear_rule, name="linear", linear=(0, 1), fresh=True)
 def _linear(plan: Plan, x: Any, weight: Any, bias: Any) -> Any:
     """Return a product plus a bias, as the attribute `rule` says."""
     product, bias_letters, out = _linear_parts(plan.attributes["rule"])

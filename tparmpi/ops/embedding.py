@@ -31,7 +31,13 @@ def check_ids(plan: Plan, ids: Any, size: int) -> None:
         )
 
 
-@operator("vd,...->...d", linear=(0,), dtype=lambda dtypes, _: dtypes[0], cast=False)
+@operator(
+    "vd,...->...d",
+    linear=(0,),
+    dtype=lambda dtypes, _: dtypes[0],
+    cast=False,
+    fresh=True,
+)
 def embedding(plan: Plan, table: Any, ids: Any) -> Any:
     """Return the rows of `table` that `ids` name.
 

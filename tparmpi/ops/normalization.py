@@ -91,7 +91,7 @@ def _layer_norm_rule(*shapes: tuple[int, ...]) -> str:
     return "...{d}" + ",{d}" * (len(shapes) - 1) + "->...{d}"
 
 
-@operator(_layer_norm_rule, name="layer_norm", dtype=floating)
+@operator(_layer_norm_rule, name="layer_norm", dtype=floating, fresh=True)
 def _layer_norm(plan: Plan, x: Any, *parameters: Any, eps: float) -> Any:
     """Return `x` standardised over its last dim, times gain, plus bias."""
     wide = widened(x)
@@ -165,7 +165,7 @@ def layer_norm(
     return result
 
 
-@operator(_layer_norm_rule, name="rms_norm", dtype=floating)
+@operator(_layer_norm_rule, name="rms_norm", dtype=floating, fresh=True)
 def _rms_norm(plan: Plan, x: Any, *gains: Any, eps: float) -> Any:
     """Return `x` over the root of its mean square along the last dim, times gain."""
     wide = widened(x)

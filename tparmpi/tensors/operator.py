@@ -60,6 +60,9 @@ class Operator:
         Function of the operator's name, a number and the other operands' dtype that
         returns the array without dims which the number stands for, or None where
         numbers may not stand for operands; see `tparmpi.tensors.numbers`.
+    fresh
+        Whether every gradient that the backward returns is an array of its own, which
+        nothing else holds: the tape adds into such, and copies others first.
     """
 
     def __init__(
@@ -74,6 +77,7 @@ class Operator:
         cast: bool = True,
         view: bool = False,
         numbers: Numbers | None = None,
+        fresh: bool = False,
     ) -> None:
         self.name = name
         self.rules = rules
@@ -85,6 +89,7 @@ class Operator:
         self.cast = cast
         self.view = view
         self.numbers = numbers
+        self.fresh = fresh
         self.scalars = _keyword_defaults(forward)
         self.attributes = {} if isinstance(rules, str) else _keyword_defaults(rules)
         self.__doc__ = forward.__doc__
@@ -151,6 +156,7 @@ def operator(
     cast: bool = True,
     view: bool = False,
     numbers: Numbers | None = None,
+    fresh: bool = False,
 ) -> Callable[[Callable[..., Any]], Operator]:
     """Register the decorated forward function as an operator.
 
@@ -176,6 +182,7 @@ def operator(
             cast=cast,
             view=view,
             numbers=numbers,
+            fresh=fresh,
         )
         if record.name in registry:
             raise UsageError(f"operator: there is already one named '{record.name}'")

@@ -408,7 +408,7 @@ def hand_on(
         if parent is not None and wanted[number]:
             node, slot = parent
             gradient_layout = plan.gradient_layout(number, pending)
-            node.slots[slot].add(results[number], gradient_layout)
+            node.slots[slot].add(results[number], gradient_layout, operator.fresh)
 
 
 def _fetch(saved: Any, spared: int = -1) -> Any:
