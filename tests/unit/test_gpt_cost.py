@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import numpy as np
+import pytest
+
+from tparmpi.backend.numpy_attention import attention, kept_bytes
 from tparmpi.models import GPTConfig
 from tparmpi.models.gpt_cost import GPTPart, Product
 
@@ -30,9 +34,25 @@ def test_forwards_make_a_third_of_the_products():
 def test_activations_of_a_part():
     hidden = GPTPart(CONFIG, 1, has_input=False, has_output=False)
     # Two norms' inputs and outputs and their numbers; attention; inner features.
-    numbers = 4 * 12 + 4 + (4 * 12 + 3) + 2 * 10
-    assert hidden.activation_bytes(15) == 15 * 4 * numbers
+    numbers = 4 * 12 + 4 + (4 * 12 + 2 * 3) + 2 * 10
+    weights = kept_bytes(3, 5, 5, 3, 4, (None, 0))
+    assert hidden.activation_bytes(3) == 15 * 4 * numbers + weights
     whole = GPTPart(CONFIG, 1)
-    more = 4 * (2 * 12 + 2 + 7 + 1) + 2 * 8
-    assert whole.activation_bytes(15) == 15 * (4 * numbers + more)
-    assert whole.activation_bytes(15, 8) == 15 * (8 * numbers + 2 * more - 2 * 8)
+    more = 4 * (2 * 12 + 2 + 7 + 2) + 2 * 8
+    assert whole.activation_bytes(3) == 15 * (4 * numbers + more) + weights
+    more = 8 * (2 * 12 + 2 + 7 + 2) + 2 * 8
+    assert whole.activation_bytes(3, 8) == 15 * (8 * numbers + more) + 2 * weights
+
+
+@pytest.mark.parametrize("band", [(None, 0), (None, None), (-3, 2), (None, -2)])
+@pytest.mark.parametrize("length", [3, 50, 300])
+def test_weights_that_attention_keeps(length, band):
+    x = np.ones((2, length, 3, 4), np.float32)
+    _, softmax = attention(x, x, x, 1.0, band)
+    kept = sum(weights.nbytes for weights in softmax.weights or ())
+    assert kept == kept_bytes(2, length, length, 3, 4, band)
+
+
+def test_large_weights_are_not_kept():
+    assert kept_bytes(1, 1024, 1024, 2, 4, (None, 0)) > 0
+    assert kept_bytes(1, 1024, 1024, 3, 4, (None, 0)) == 0

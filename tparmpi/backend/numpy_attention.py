@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -104,6 +105,17 @@ def _seen(first: int, end: int, keys: int, band: Band) -> slice:
     start = 0 if low is None else min(max(first + low, 0), keys)
     stop = keys if high is None else min(max(end + high, 0), keys)
     return slice(start, max(start, stop))
+
+
+def kept_bytes(
+    batch: int, queries: int, keys: int, heads: int, itemsize: int, band: Band
+) -> int:
+    """Return the bytes of weights that `attention` keeps for its backward. Local."""
+    if batch * heads * queries * keys * itemsize > KEPT_BYTES:
+        return 0
+    tiles = _tiling(batch, queries, keys, heads, 1, band).tiles
+    sizes = (prod(part.stop - part.start for part in tile.scores) for tile in tiles)
+    return itemsize * sum(sizes)
 
 
 def _spans(length: int, size: int) -> Iterator[slice]:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from tparmpi.backend.numpy_attention import kept_bytes
 from tparmpi.models.gpt import GPTConfig
 from tparmpi.sharding import chunk_sizes
 
@@ -79,31 +80,36 @@ class GPTPart:
                 counts[Product(inputs, tokens, outputs)] += 1
         return counts
 
-    def activation_bytes(self, tokens: int, itemsize: int = 4) -> int:
-        """Return the bytes that a forward of so many tokens keeps for its backward.
+    def activation_bytes(self, rows: int, itemsize: int = 4) -> int:
+        """Return the bytes that a forward of so many rows keeps for its backward.
 
         What the gradients' formulas need and cannot be had from what is kept already:
 
         - input: the token numbers (8 bytes each);
         - a hidden layer: both normed inputs and both norms' own inputs (4 D), the
           queries, keys, values and what attention gives of the own heads (4 D / n), the
-          logarithm of each row's sum of attention, the inner features before and after
-          their activation (2 F / n), two numbers a row of each norm;
+          largest score and the sum of each row of attention, the inner features before
+          and after their activation (2 F / n), two numbers a row of each norm; and
+          attention's weights of a whole batch of rows, where they are small;
         - output: the norm's input and its output (2 D), its two numbers a row, and the
-          own part of the logits (V / n), the targets and the logarithm of each row's
-          sum.
+          own part of the logits (V / n), the targets, and the largest logit and the sum
+          of each row.
         """
+        tokens = rows * self.config.seq_len
         config, width = self.config, self.config.d_model
         heads = self._own(config.n_head)
         assert config.d_ff is not None
-        split = 4 * heads * (width // config.n_head) + heads
+        split = 4 * heads * (width // config.n_head) + 2 * heads
         split += 2 * self._own(config.d_ff)
         numbers = self.blocks * (4 * width + 4 + split)
         indices = int(self.has_input)
         if self.has_output:
-            numbers += 2 * width + 2 + self._own(config.vocab_size) + 1
+            numbers += 2 * width + 2 + self._own(config.vocab_size) + 2
             indices += 1
-        return tokens * (numbers * itemsize + indices * 8)
+        weights = kept_bytes(
+            rows, config.seq_len, config.seq_len, heads, itemsize, (None, 0)
+        )
+        return tokens * (numbers * itemsize + indices * 8) + self.blocks * weights
 
     def _own(self, size: int) -> int:
         return chunk_sizes(size, self.members)[self.member]

@@ -76,9 +76,20 @@ class Job:
 
 
 class Steps:
-    """Steps of training on one batch. Making one is collective over all ranks."""
+    """Steps of training on one batch. Making one is collective over all ranks.
 
-    def __init__(self, job: Job) -> None:
+    Parameters
+    ----------
+    job
+        What is trained.
+    layer_costs
+        Of the input layer, a hidden one, and the output layer, which decide what each
+        stage has; measured if None and there are stages.
+    """
+
+    def __init__(
+        self, job: Job, layer_costs: tuple[float, float, float] | None = None
+    ) -> None:
         self.job = job
         self.world = comm.world()
         layout = job.layout
@@ -86,8 +97,8 @@ class Steps:
         stages = mesh.split("pp")
         mine = next(place for place in stages if place.is_member)
         samples = _samples(job)
-        self.costs: tuple[float, ...] = ()
-        if layout.pp > 1:
+        self.costs: tuple[float, ...] = layer_costs or ()
+        if layout.pp > 1 and not self.costs:
             self.costs = costs.layers(job.model, mine, _microbatch(job, samples), DTYPE)
         self.placement = _placement(stages, self.costs, job.model.n_layer)
         model = GPT(job.model, self.placement, dtype=DTYPE).initialize(0)
@@ -131,7 +142,7 @@ class Steps:
             if not parameter.is_shell
         )
         live = max(1, self.pipeline.most_live)
-        return 4 * own + live * self.part().activation_bytes(_tokens(self.job))
+        return 4 * own + live * self.part().activation_bytes(_rows(self.job))
 
     def expected_seconds(self) -> float:
         """Return what `forward_backward` takes if no message takes any time.
