@@ -125,6 +125,8 @@ def test_pipelines_are_measured_beside_theory(tmp_path):
     assert [row["theory_ms"] for row in found["steps"]] == theory
     # Nothing is faster than theory; how near it is, is for the benchmark to print.
     assert all(1 <= row["ratio"] < 1.5 for row in found["steps"]), found["steps"]
+    assert [row["schedule"] for row in found["busy_steps"]] == names
+    assert all(row["ms"] >= row["theory_ms"] for row in found["busy_steps"])
     assert found["signal"]["bytes"] == 4 * 2**20
     assert found["signal"]["ratio"] > 0
     peaks = found["peak_bytes"]

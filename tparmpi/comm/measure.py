@@ -240,7 +240,7 @@ def overlap(
             for _ in range(times):
                 comm.Barrier()
                 handle = group.start.all_reduce(own)
-                _compute(compute_seconds)
+                compute(compute_seconds)
                 start = time.perf_counter()
                 handle.wait()
                 waits.append((time.perf_counter() - start) * 1e3)
@@ -248,8 +248,8 @@ def overlap(
     return found
 
 
-def _compute(seconds: float) -> None:
-    """Multiply matrices for so long."""
+def compute(seconds: float) -> None:
+    """Multiply matrices for so long. Local."""
     side = 256
     a = np.ones((side, side), np.float32)
     out = np.empty_like(a)

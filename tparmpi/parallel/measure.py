@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import tracemalloc
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -63,17 +63,23 @@ def step_seconds(
     *,
     steps: int = 3,
     seconds: Mapping[str, float] = SECONDS,
+    spend: Callable[[float], None] = time.sleep,
 ) -> float:
     """Return the seconds of the fastest step of layers that sleep.
 
     Collective over `places`, whose members are the stages.
+
+    Parameters
+    ----------
+    spend
+        What layers do for their time, instead of sleeping.
     """
     stages = [device.autodiff() for device in places.devices]
     placement = LayerPlacement.interleaved(stages, len(stages) * chunks, chunks)
     each = {kind: time / chunks for kind, time in seconds.items()}
     model = LayerSequence(
         _Shift(placement.input),
-        *(_Sleep(place, each) for place in placement.hidden),
+        *(_Spend(place, each, spend) for place in placement.hidden),
         _Shift(placement.output),
     ).initialize(0)
     pipeline = Pipeline(
@@ -186,27 +192,33 @@ class _Shift(Module):
         return x + self.weight
 
 
-class _Sleep(Module):
+class _Spend(Module):
     """Takes its time for its forward and for each of its gradients."""
 
-    def __init__(self, place: Place, seconds: Mapping[str, float]) -> None:
+    def __init__(
+        self,
+        place: Place,
+        seconds: Mapping[str, float],
+        spend: Callable[[float], None],
+    ) -> None:
         self.weight = Parameter((1,), place, dtype="float32")
-        self.sleep = Operator("sleep", "bd,d->bd", self._forward)
-        self.sleep.define_backward(self._backward)
+        self.operator = Operator("spend", "bd,d->bd", self._forward)
+        self.operator.define_backward(self._backward)
         self._seconds = seconds
+        self._spend = spend
 
     def forward(self, x: Tensor) -> Any:
-        return self.sleep(x, self.weight)
+        return self.operator(x, self.weight)
 
     def _forward(self, plan: Plan, x: Any, weight: Any) -> Any:
-        time.sleep(self._seconds[FORWARD])
+        self._spend(self._seconds[FORWARD])
         return x + weight, None
 
     def _backward(
         self, plan: Plan, saved: Any, grad: Any, wanted: tuple[bool, ...]
     ) -> Any:
         of_input, of_weight = wanted
-        time.sleep(
+        self._spend(
             of_input * self._seconds[INPUT_GRADIENT]
             + of_weight * self._seconds[WEIGHT_GRADIENT]
         )

@@ -339,6 +339,9 @@ class Training:
 
     def _losses(self, tokens: tpm.Tensor, targets: tpm.Tensor) -> float:
         """What this rank adds to the sum of the losses; one speaks for its replicas."""
+        if len(self._placed.stages) > 1:
+            mean = self._pipeline.evaluate(tokens, targets, TokenLoss())
+            return mean * targets.size if tpm.world().rank == 0 else 0.0
         predictions = self._placed(tokens)
         output = self._placed.placement.output
         with tpm.no_grad():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Callable
 from typing import Any
 
 SUMMARY = "measure pipelines beside the time that theory gives"
@@ -17,8 +18,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments. Local."""
     parser.description = (
         "Measures a step of each schedule on 2 to all ranks as stages, whose layers "
-        "sleep 20 ms in a forward and 40 ms in a backward, beside the time of theory; "
-        "signals of 4 MiB beside MPI's own sends; and the peak memory of 1f1b's first "
+        "sleep 20 ms in a forward and 40 ms in a backward, beside the time of theory, "
+        "and on 2 with layers that compute for so long; signals of 4 MiB beside MPI's "
+        "own blocking sends of the same array; and the peak memory of 1f1b's first "
         "stage for 8 and 32 microbatches. Start it with mpirun -n 4 tparmpi bench "
         "pipeline."
     )
@@ -51,13 +53,17 @@ def run(arguments: argparse.Namespace) -> int:
             "bench: --microbatches must be at least the number of ranks, --steps at "
             "least 1"
         )
+    import time
+
+    from tparmpi.comm.measure import compute
     from tparmpi.parallel import measure
 
     report: dict[str, Any] = {
         "ranks": everyone.size,
         "library": library(),
         "microbatches": arguments.microbatches,
-        "steps": _steps(arguments.microbatches, arguments.steps),
+        "steps": _steps(everyone.size, arguments, time.sleep),
+        "busy_steps": _steps(2, arguments, compute),
         "signal": _signal(arguments.seconds),
         "peak_bytes": {
             str(number): measure.peak_bytes(everyone, "1f1b", number)
@@ -87,14 +93,18 @@ def _signal(seconds: float) -> dict[str, float]:
     return found
 
 
-def _steps(microbatches: int, steps: int) -> list[dict[str, Any]]:
+def _steps(
+    most: int, arguments: argparse.Namespace, spend: Callable[[float], None]
+) -> list[dict[str, Any]]:
+    """Times of all schedules on 2 to `most` stages whose layers `spend` theirs."""
     from tparmpi.comm.group import group
     from tparmpi.comm.runtime import devices, world
     from tparmpi.parallel import measure
     from tparmpi.parallel.schedules import SCHEDULES
 
     rows = []
-    for stages in range(2, world().size + 1):
+    microbatches = arguments.microbatches
+    for stages in range(2, most + 1):
         places = group(devices()[:stages])
         for schedule in SCHEDULES:
             chunks = _CHUNKS if schedule == "interleaved" else 1
@@ -102,7 +112,12 @@ def _steps(microbatches: int, steps: int) -> list[dict[str, Any]]:
             count = microbatches // stages * stages if chunks > 1 else microbatches
             if places.is_member:
                 took = measure.step_seconds(
-                    places, schedule, count, chunks, steps=steps
+                    places,
+                    schedule,
+                    count,
+                    chunks,
+                    steps=arguments.steps,
+                    spend=spend,
                 )
                 wanted = measure.theory(schedule, stages, count, chunks)
                 rows.append(
@@ -123,24 +138,12 @@ def _steps(microbatches: int, steps: int) -> list[dict[str, Any]]:
 
 
 def _show(report: dict[str, Any]) -> None:
-    from rich.box import SIMPLE_HEAD
     from rich.console import Console
-    from rich.table import Table
 
     console = Console()
-    table = Table(title=f"{report['ranks']} ranks", box=SIMPLE_HEAD)
-    table.add_column("schedule", no_wrap=True)
-    for name in ("stages", "microbatches", "chunks", "ms", "theory ms", "ratio"):
-        table.add_column(name, justify="right")
-    for row in report["steps"]:
-        figures = (row["ms"], row["theory_ms"])
-        table.add_row(
-            row["schedule"],
-            *(str(row[name]) for name in ("stages", "microbatches", "chunks")),
-            *(f"{ms:.1f}" for ms in figures),
-            f"{row['ratio']:.3f}",
-        )
-    console.print(table)
+    titles = {"steps": "layers that sleep", "busy_steps": "layers that compute"}
+    for name, title in titles.items():
+        console.print(_table(f"{report['ranks']} ranks, {title}", report[name]))
     signal = report["signal"]
     console.print(
         f"signals of {signal['bytes']} bytes: {signal['gbytes_per_s']:.2f} GB/s, MPI's "
@@ -151,3 +154,22 @@ def _show(report: dict[str, Any]) -> None:
         for number, peak in report["peak_bytes"].items()
     )
     console.print(f"1f1b's first stage holds at most, by microbatches: {peaks}")
+
+
+def _table(title: str, rows: list[dict[str, Any]]) -> Any:
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    table = Table(title=title, box=SIMPLE_HEAD)
+    table.add_column("schedule", no_wrap=True)
+    for name in ("stages", "microbatches", "chunks", "ms", "theory ms", "ratio"):
+        table.add_column(name, justify="right")
+    for row in rows:
+        figures = (row["ms"], row["theory_ms"])
+        table.add_row(
+            row["schedule"],
+            *(str(row[name]) for name in ("stages", "microbatches", "chunks")),
+            *(f"{ms:.1f}" for ms in figures),
+            f"{row['ratio']:.3f}",
+        )
+    return table
