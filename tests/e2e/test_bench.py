@@ -133,6 +133,46 @@ def test_pipelines_are_measured_beside_theory(tmp_path):
     assert peaks["32"] == pytest.approx(peaks["8"], rel=0.05)
 
 
+def test_checkpoints_are_measured_beside_plain_files_and_a_peer(tmp_path):
+    peer = tmp_path / "peer.py"
+    peer.write_text(
+        "import json, sys\n"
+        "assert sys.argv[2] == str(8 << 20)\n"
+        "print(json.dumps({'name': 'slow', 'us': [60e6, 60e6]}))\n"
+    )
+    peers = f"--peers={sys.executable} {peer}"
+    command = tparmpi(2, "bench", "checkpoint", "--mib=8", "--rounds=1", peers)
+    found = report(run([*command, "--json"], cwd=tmp_path, limit=LIMIT))
+    assert found["bytes"] == 8 << 20
+    assert found["checksums"] == "zlib-ng"
+    for name in ("save", "load"):
+        row, beside = found[name], found["peers"][name]
+        assert row["ratio"] == pytest.approx(row["plain_s"] / row["s"])
+        assert row["gbytes_per_s"] == pytest.approx((8 << 20) / row["s"] / 1e9)
+        assert beside["ratio"] == pytest.approx(60 / beside["s"])
+    # Rows are shorter than a block: each rank reads all of them, for half of each.
+    assert found["columns"]["amplification"] == 2.0
+    assert found["load"]["verification"] > -1
+    pause = found["pause"]
+    assert pause["ratio"] == pytest.approx(pause["s"] / pause["copy_s"])
+    # Nothing is left in the folder.
+    assert [path.name for path in tmp_path.iterdir()] == ["peer.py"]
+    shown = run(command, cwd=tmp_path, limit=LIMIT)
+    assert "2.00 bytes read for each needed" in shown.out
+    assert "slow" in shown.out
+
+
+def test_a_folder_without_room_is_refused(tmp_path):
+    command = tparmpi(2, "bench", "checkpoint", "--mib=1000000000")
+    job = run(command, cwd=tmp_path, limit=LIMIT)
+    assert job.code == 1
+    assert "measure fewer (--mib) or elsewhere" in job.err
+    assert list(tmp_path.iterdir()) == []
+    job = run(tparmpi(2, "bench", "checkpoint", "--folder=no"), cwd=tmp_path)
+    assert job.code == 1
+    assert "cannot measure in no: No such file" in job.err
+
+
 def test_a_pipeline_needs_two_ranks(tmp_path):
     job = run(tparmpi(1, "bench", "pipeline"), cwd=tmp_path, limit=LIMIT)
     assert job.code == 2

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -17,7 +17,6 @@ from tparmpi.io.agreement import on_all_ranks, on_rank_zero, refuse_disagreement
 from tparmpi.io.planner import Box, TensorDescription, digest_of
 from tparmpi.io.report import LoadReport, Wanted, compare, refuse_mismatch
 from tparmpi.io.sources import (
-    Source,
     SourceReader,
     open_source,
     read_source,
@@ -121,7 +120,9 @@ def load(
     for name in report.applied:
         if views[name].dtype != wanted[name][1]:
             views[name] = Cast(views[name], wanted[name][1], name)
-    _read_blocks(path, source, {name: views[name] for name in report.applied}, named)
+    with open_source(path, source) as reader:
+        blocks = [(views[name], named[name]) for name in report.applied]
+        read_blocks(path, reader, blocks)
     steps = source.header.optimizer_steps
     if optimizer is not None and steps is not None:
         optimizer.steps = steps
@@ -153,22 +154,28 @@ def _digest(wanted: Wanted) -> str:
     return digest_of(descriptions)
 
 
-def _read_blocks(
-    path: Path, source: Source, views: Views, named: Mapping[str, Tensor]
+def read_blocks(
+    path: Path, reader: SourceReader, blocks: Sequence[tuple[View, Tensor]]
 ) -> None:
-    """Read each tensor's block on this rank. Collective over all ranks."""
-    blocks = [
-        (view, named[name]) for name, view in views.items() if not named[name].is_shell
-    ]
+    """Read each tensor's block on this rank, when every rank has found its own whole.
+
+    Collective over all ranks.
+
+    Raises
+    ------
+    CheckpointError
+        On every rank.
+    """
+    own = [(view, tensor) for view, tensor in blocks if not tensor.is_shell]
 
     def check() -> None:
         with long_work(f"check {path}"):
-            for view, tensor in blocks:
+            for view, tensor in own:
                 _check(reader, view, tensor)
 
     def fill() -> None:
         with long_work(f"load {path}"):
-            for view, tensor in blocks:
+            for view, tensor in own:
                 try:
                     _fill(reader, view, tensor)
                 except CheckpointError as error:
@@ -177,14 +184,13 @@ def _read_blocks(
                         "overwritten in part; load into it again"
                     ) from error
 
-    with open_source(path, source) as reader:
-        on_all_ranks(check)
-        on_all_ranks(fill)
+    on_all_ranks(check)
+    on_all_ranks(fill)
 
 
 def _check(reader: SourceReader, view: View, tensor: Tensor) -> None:
     """Find what is wrong with what this rank's block is read from."""
-    box = _own(tensor)
+    box = own_box(tensor)
     if isinstance(view, Stored):
         reader.check(view.name, box)
         return
@@ -194,7 +200,7 @@ def _check(reader: SourceReader, view: View, tensor: Tensor) -> None:
 
 def _fill(reader: SourceReader, view: View, tensor: Tensor) -> None:
     """Read this rank's block into it."""
-    box, target = _own(tensor), tensor.room()
+    box, target = own_box(tensor), tensor.room()
     on_host = isinstance(target, np.ndarray)
     if on_host and isinstance(view, Stored):
         reader.read_into(view.name, box, target)
@@ -207,7 +213,8 @@ def _fill(reader: SourceReader, view: View, tensor: Tensor) -> None:
     tensor.mark_written()
 
 
-def _own(tensor: Tensor) -> Box:
+def own_box(tensor: Tensor) -> Box:
+    """Where this rank's block of a tensor lies in it. Local."""
     spec = tensor.spec
     return Box(tuple(spec.local_offset), tuple(spec.local_shape))
 

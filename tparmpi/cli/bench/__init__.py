@@ -4,19 +4,27 @@ from __future__ import annotations
 
 import argparse
 
-from tparmpi.cli.bench import collectives, compare, dispatch, pipeline, train
+from tparmpi.cli.bench import (
+    checkpoint,
+    collectives,
+    compare,
+    dispatch,
+    pipeline,
+    train,
+)
 
-SUMMARY = "measure collectives, operators, pipelines and steps of training"
+SUMMARY = "measure collectives, operators, training and checkpoints"
 
 _WHAT = {
+    "checkpoint": checkpoint,
     "collectives": collectives,
     "dispatch": dispatch,
     "pipeline": pipeline,
     "train": train,
     "compare": compare,
 }
-# How long these take is for the number of their steps to say.
-_BY_STEPS = (train, compare)
+# How long these take is for the number of their steps or rounds to say.
+_BY_STEPS = (checkpoint, train, compare)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
