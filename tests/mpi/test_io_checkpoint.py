@@ -137,6 +137,41 @@ def test_any_layout_loads_into_any_other(folder, layouts, source):
     assert entries(folder) == ["step-00000012"]
 
 
+@pytest.mark.parametrize("background", [False, True])
+def test_compressed_tensors_load_into_any_layout(folder, layouts, background):
+    path = checkpoint.step_path(folder, 1)
+    compression = {r"layers\.0\..*": None, r"large": 9, ".*": "gzip"}
+    saver = checkpoint.BackgroundSaver() if background else checkpoint
+    saver.save(path, build(layouts["mesh"], 1), compression=compression)
+    if background:
+        saver.close()
+    if tpm.world().rank == 0:
+        levels = {}
+        for data in path.glob("data-*"):
+            with h5py.File(data) as file:
+                levels |= {
+                    name: file[f"model/{name.replace('.', '/')}"].compression_opts
+                    for name in SHAPES
+                    if f"model/{name.replace('.', '/')}" in file
+                }
+        expected = dict.fromkeys(SHAPES, 4) | {"large": 9, "scale": None}
+        expected |= {"layers.0.w": None, "layers.0.b": None}
+        del expected["empty"]
+        assert levels == expected
+        with h5py.File(path / "index.h5") as file:
+            for name, (shape, dtype) in SHAPES.items():
+                stored = file["model/" + name.replace(".", "/")]
+                assert np.array_equal(stored[()], unique(shape, dtype, 1)), name
+        assert checkpoint.verify(path) == []
+    for name in ("1", "3", "4", "reversed"):
+        loaded = build(layouts[name], 0)
+        checkpoint.load(path, loaded)
+        same(loaded, build(layouts[name], 1))
+    wrong = "lzf" if tpm.world().rank == 2 else "gzip"
+    with pytest.raises(CheckpointError, match="compression must be 'gzip'"):
+        checkpoint.save(path, build(layouts["3"], 2), compression=wrong)
+
+
 def test_replicas_share_the_writing(folder, layouts):
     path = checkpoint.step_path(folder, 1)
     checkpoint.save(path, build(layouts["replicated"], 1))

@@ -1,7 +1,8 @@
 """Checkpoints of the first version of the format, kept, are read by every later one.
 
-The files in ``tests/data`` were saved by three ranks and are never written again: a
-change that cannot read them breaks the promise of ``docs/checkpoint-format.md``.
+The files in ``tests/data`` were saved by three ranks, plain and compressed. They are
+never written again: a change that cannot read them breaks the promise of
+``docs/checkpoint-format.md``.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from tparmpi.io import format as fmt
 
 DATA = Path(__file__).parents[1] / "data"
 KEPT = DATA / "checkpoint-1"
+COMPRESSED = DATA / "checkpoint-1-gzip"
 STEPS = 1200
 EXTRA = {"text": "é", "numbers": [1, None, 2.5], "nested": {"yes": True}}
 
@@ -90,9 +92,13 @@ def same(found, array):
     assert np.asarray(found).tobytes() == array.tobytes()
 
 
-def test_it_loads_byte_for_byte():
+both = pytest.mark.parametrize("kept", [KEPT, COMPRESSED], ids=lambda path: path.name)
+
+
+@both
+def test_it_loads_byte_for_byte(kept):
     model, optimizer = Bag(model_arrays()), Bag(optimizer_arrays())
-    report = checkpoint.load(KEPT, model, optimizer)
+    report = checkpoint.load(kept, model, optimizer)
     assert (report.step, report.seed, report.position) == (1234, -7, 98_765_432_109)
     assert report.extra == EXTRA
     assert optimizer.steps == STEPS
@@ -102,28 +108,33 @@ def test_it_loads_byte_for_byte():
             same(bag.tensors[name].local, array)
 
 
-def test_it_is_whole_and_described():
-    assert checkpoint.verify(KEPT) == []
-    found = checkpoint.inspect(KEPT)
+@both
+def test_it_is_whole_and_described(kept):
+    assert checkpoint.verify(kept) == []
+    found = checkpoint.inspect(kept)
     kinds = {name: (t.shape, t.dtype) for name, t in found.tensors.items()}
     assert kinds == {n: (a.shape, a.dtype.name) for n, a in expected().items()}
     assert (found.step, found.optimizer_steps) == (1234, STEPS)
     assert len(found.files) == 3
-    with h5py.File(KEPT / "index.h5", "r") as file:
+    with h5py.File(kept / "index.h5", "r") as file:
         pieces = {len(file[name].virtual_sources()) for name in expected()}
     assert pieces == {0, 1, 2, 3}
+    with h5py.File(kept / found.files[0], "r") as file:
+        assert file["model/deep"].compression == (None if kept == KEPT else "gzip")
 
 
-def test_a_copy_equals_it(tmp_path):
-    copy = checkpoint.convert(KEPT, tmp_path / "copy", files=2)
+@both
+def test_a_copy_equals_it(tmp_path, kept):
+    copy = checkpoint.convert(kept, tmp_path / "copy", files=2)
     assert not checkpoint.diff(KEPT, copy)
     assert checkpoint.verify(copy) == []
 
 
+@both
 @pytest.mark.parametrize("kind", KINDS)
-def test_plain_h5py_reads_it(kind):
+def test_plain_h5py_reads_it(kind, kept):
     """Through the index alone: whole tensors, the bits where h5py knows the type."""
-    with h5py.File(KEPT / "index.h5", "r") as file:
+    with h5py.File(kept / "index.h5", "r") as file:
         assert file.attrs["format"].decode() == "tparmpi checkpoint"
         assert file.attrs["format_version"] == 1
         of_kind = {n: a for n, a in expected().items() if a.dtype == KINDS[kind]}

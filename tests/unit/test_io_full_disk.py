@@ -15,7 +15,9 @@ from tparmpi.io import checkpoint
 
 class Model:
     def __init__(self, count, start):
-        values = np.arange(start, start + count, dtype=np.float32)
+        # So irregular that compression gains little.
+        noise = np.random.default_rng(1).random(count, np.float32)
+        values = start + np.where(np.arange(count), noise, 0).astype(np.float32)
         self.tensors = {
             f"layers.{i}.w": tpm.tensor(values + i, tpm.device()) for i in range(4)
         }
@@ -37,8 +39,11 @@ def small_disk(tmp_path):
     subprocess.run(["umount", str(tmp_path)], check=True)
 
 
+@pytest.mark.parametrize("compression", [None, 1])
 @pytest.mark.parametrize("left", [0, 1, 2, 3, 5, 8, 40])
-def test_a_full_disk_keeps_the_previous_checkpoint_and_leaves_nothing(small_disk, left):
+def test_a_full_disk_keeps_the_previous_checkpoint_and_leaves_nothing(
+    small_disk, left, compression
+):
     """With `left` free pages the save fails in the folder, the data or the index."""
     path = checkpoint.step_path(small_disk, 1)
     checkpoint.save(path, Model(20_000, 5), step=1)
@@ -49,11 +54,11 @@ def test_a_full_disk_keeps_the_previous_checkpoint_and_leaves_nothing(small_disk
         with pytest.raises(
             CheckpointError, match=r"cannot save .*No space left on device"
         ):
-            checkpoint.save(again, Model(20_000, 9), step=2)
+            checkpoint.save(again, Model(20_000, 9), step=2, compression=compression)
         assert sorted(os.listdir(small_disk)) == ["filler", "step-00000001"]
     model = Model(20_000, 0)
     assert checkpoint.load(path, model).step == 1
-    assert np.array_equal(model.tensors["layers.3.w"].numpy()[:2], [8, 9])
+    assert model.tensors["layers.3.w"].numpy()[0] == 8
     filler.unlink()
     checkpoint.save(path, Model(20_000, 9), step=2)
     assert checkpoint.load(path, model).step == 2

@@ -20,6 +20,7 @@ import numpy as np
 from tparmpi.comm import agree, before_exit, long_work, world
 from tparmpi.errors import CheckpointError
 from tparmpi.io import pending, saving
+from tparmpi.io.chunked import Compression
 from tparmpi.io.saving import Part, Save
 from tparmpi.io.snapshot import Snapshot
 from tparmpi.io.state import HasState, HasSteps
@@ -85,6 +86,7 @@ class BackgroundSaver:
         seed: int | None = None,
         position: int | None = None,
         extra: Mapping[str, Any] | None = None,
+        compression: Compression = None,
     ) -> Path:
         """Begin to save a checkpoint; the program may change the tensors at once.
 
@@ -92,7 +94,7 @@ class BackgroundSaver:
 
         Parameters
         ----------
-        path, model, optimizer, step, seed, position, extra
+        path, model, optimizer, step, seed, position, extra, compression
             As for :func:`tparmpi.io.checkpoint.save`.
 
         Returns
@@ -106,7 +108,9 @@ class BackgroundSaver:
             On every rank: as :func:`tparmpi.io.checkpoint.save` does; if a rank has no
             memory for the copy; or if the save before failed. Nothing is begun then.
         """
-        job, parts = saving.begin(path, model, optimizer, step, seed, position, extra)
+        job, parts = saving.begin(
+            path, model, optimizer, step, seed, position, extra, compression
+        )
         shards: list[Shard] = []
         problem: CheckpointError | None = None
         try:

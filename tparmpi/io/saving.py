@@ -7,7 +7,7 @@ MPI, so a save may go on in the background (:mod:`tparmpi.io.background`).
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from tparmpi.io.agreement import (
     refuse_disagreement,
     sentence,
 )
+from tparmpi.io.chunked import Compression, Levels
 from tparmpi.io.planner import (
     Piece,
     TensorDescription,
@@ -49,6 +50,7 @@ def save(
     seed: int | None = None,
     position: int | None = None,
     extra: Mapping[str, Any] | None = None,
+    compression: Compression = None,
 ) -> Path:
     """Write a checkpoint and publish it whole, replacing one of the same name.
 
@@ -69,6 +71,12 @@ def save(
         Global number of the next training sample.
     extra : mapping, optional
         Anything that JSON can hold, up to 16 MiB of it.
+    compression : str, int or mapping, optional
+        ``"gzip"`` or one of its levels, 1 to 9: tensors are stored as h5py's
+        ``compression="gzip", shuffle=True`` stores them. A mapping says so for each
+        pattern of names: the first that matches a tensor's whole counts, ``None``
+        stores it plain, as those are that match none. Names are those of parameters,
+        with dots, and ``….weight.m`` for an optimizer's. Scalars are never compressed.
 
     Returns
     -------
@@ -83,7 +91,7 @@ def save(
         sum or cannot be stored, or if ranks disagree about what is saved. What had the
         name is left as it was.
     """
-    job, parts = begin(path, model, optimizer, step, seed, position, extra)
+    job, parts = begin(path, model, optimizer, step, seed, position, extra, compression)
     own: Checksums = {}
     problem: Exception | None = None
     try:
@@ -108,6 +116,7 @@ class Part:
     name: str
     tensor: Tensor
     piece: Piece
+    level: int
 
     @property
     def array(self) -> Any:
@@ -122,9 +131,17 @@ class Part:
 
     def shard(self) -> Shard:
         """A shard that fetches the elements when they are written. Local."""
-        backend = self.tensor.spec.place.backend
+        to_host = self.tensor.spec.place.backend.to_host
+        return self.shard_of(lambda: self.array, to_host)
+
+    def shard_of(
+        self,
+        fetch: Callable[[], Any],
+        to_host: Callable[[Any], np.ndarray] = np.asarray,
+    ) -> Shard:
+        """A shard of these elements or a copy of them. Local."""
         shape, dtype = self.piece.box.shape, self.tensor.dtype.name
-        return Shard(self.name, dtype, shape, lambda: self.array, backend.to_host)
+        return Shard(self.name, dtype, shape, fetch, to_host, level=self.level)
 
 
 @dataclass(frozen=True)
@@ -211,12 +228,13 @@ def begin(
     seed: int | None,
     position: int | None,
     extra: Mapping[str, Any] | None,
+    compression: Compression,
 ) -> tuple[Save, list[Part]]:
     """Agree on a save, and make its temporary folder. Collective over all ranks.
 
     Parameters
     ----------
-    path, model, optimizer, step, seed, position, extra
+    path, model, optimizer, step, seed, position, extra, compression
         As for :func:`save`.
 
     Returns
@@ -230,14 +248,16 @@ def begin(
         As :func:`save` does; no temporary folder is left.
     """
 
-    def prepare() -> tuple[Path, Header, dict[str, Tensor], list[TensorDescription]]:
+    def prepare() -> tuple[
+        Path, Header, dict[str, Tensor], list[TensorDescription], Levels
+    ]:
         header = _header(step, seed, position, optimizer, extra)
         named = state_of(model, optimizer)
         described = [_describe(name, tensor) for name, tensor in named.items()]
-        return _new_path(path), header, named, described
+        return _new_path(path), header, named, described, Levels(compression)
 
     pending.finish()
-    new, header, named, described = on_all_ranks(prepare)
+    new, header, named, described, levels = on_all_ranks(prepare)
     everyone = world()
     told = everyone.all_gather_object((digest_of(described), publish.new_save_id()))
     refuse_disagreement("save", [theirs for theirs, _ in told])
@@ -251,7 +271,7 @@ def begin(
     )
     on_rank_zero(job.what, lambda: _make_room(job))
     return job, [
-        Part(name, named[name], piece)
+        Part(name, named[name], piece, levels.of(name))
         for name, pieces in job.plan.items()
         for piece in pieces
         if piece.writer == everyone.rank

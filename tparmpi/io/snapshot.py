@@ -71,8 +71,7 @@ class Snapshot:
             source = part.array
             memory = self._memory[start : start + part.nbytes]
             target = memory.view(source.dtype).reshape(source.shape)
-            dtype, shape = part.tensor.dtype.name, part.piece.box.shape
-            shards.append(Shard(part.name, dtype, shape, _giving(target)))
+            shards.append(part.shard_of(_giving(target)))
             work += _copies(part, source, target)
         if len(work) > 1:
             with ThreadPoolExecutor(fmt.threads()) as pool:
