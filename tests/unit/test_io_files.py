@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from tests.io_samples import SAVE_ID, samples, unique, write
 from tparmpi.config import Environment
 from tparmpi.errors import CheckpointError, UsageError
-from tparmpi.io import checksums, reader, staging, writer
+from tparmpi.io import checksums, reader, staging, untrusted, writer
 from tparmpi.io import format as fmt
 from tparmpi.io.index import read_index
 from tparmpi.io.planner import Box
@@ -273,6 +273,39 @@ def test_a_check_reads_each_block_once(tmp_path, small_blocks, monkeypatch):
         blocks.check("model/w", whole(array))
     assert sum(counts) == array.nbytes
     assert max(counts) == 64
+
+
+def test_hdf5_is_asked_once_where_each_tensor_lies(tmp_path, monkeypatch):
+    names = [f"model/blocks/{n}/{kind}" for n in range(3) for kind in "abc"]
+    arrays = {name: unique((1, 5), np.float32, n) for n, name in enumerate(names)}
+    folder = write(tmp_path / "a", arrays)
+    index = read_index(folder)
+    met = []
+    child = untrusted._child
+
+    def counting(group, key, name):
+        met.append(key)
+        return child(group, key, name)
+
+    monkeypatch.setattr(untrusted, "_child", counting)
+    with BlockReader(folder, index) as blocks:
+        for read in (blocks.check, blocks.read, blocks.read):
+            for name, array in arrays.items():
+                read(name, whole(array))
+    files = {piece.file for t in index.tensors.values() for piece in t.pieces}
+    assert sorted(met) == sorted(
+        [*"abc" * 3, *["model", "blocks"] * len(files), *groups_of(index)]
+    )
+
+
+def groups_of(index):
+    """The last group on the way to each tensor, once for each file."""
+    found = {
+        (piece.file, name.split("/")[-2])
+        for name, tensor in index.tensors.items()
+        for piece in tensor.pieces
+    }
+    return [group for _, group in found]
 
 
 def strided(kind):

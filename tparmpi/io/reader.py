@@ -163,8 +163,12 @@ class _DataFile:
             self._file.close()
             raise
         self._size = os.fstat(self._descriptor).st_size
+        # Asking HDF5 takes longer than reading a small tensor, and each is read twice.
+        self._groups: dict[str, h5py.Group] = {}
+        self._offsets: dict[tuple[str, tuple[int, ...]], int] = {}
 
     def close(self) -> None:
+        self._groups.clear()
         os.close(self._descriptor)
         self._file.close()
 
@@ -184,12 +188,29 @@ class _DataFile:
 
     def _bytes(self, tensor: StoredTensor, piece: StoredPiece) -> Fetch:
         """What reads the bytes of a piece in file order."""
-        dataset = walk(self._file, tensor.name)
+        key = tensor.name, piece.box.shape
+        if key not in self._offsets:
+            dataset = self._dataset(tensor, piece)
+            if dataset.id.get_create_plist().get_layout() == h5d.CHUNKED:
+                return Chunks(dataset, tensor.name, self._size, self._read).read
+            offset = dataset.id.get_offset()
+            nbytes = piece.box.size * fmt.itemsize(tensor.dtype)
+            if offset is None or offset + nbytes > self._size:
+                raise Refused(
+                    f"it has {self._size} bytes, too few for '{tensor.name}': was it "
+                    "cut?"
+                )
+            self._offsets[key] = offset
+        start = self._offsets[key]
+        return lambda target, first: self._read(target, start + first)
+
+    def _dataset(self, tensor: StoredTensor, piece: StoredPiece) -> h5py.Dataset:
+        """A piece's dataset, in a form that can be read by offsets."""
+        dataset = walk(self._file, tensor.name, self._groups)
         if not isinstance(dataset, h5py.Dataset):
             raise Refused(f"'{tensor.name}' is not a dataset")
         properties = dataset.id.get_create_plist()
-        layout = properties.get_layout()
-        if layout not in (h5d.CONTIGUOUS, h5d.CHUNKED):
+        if properties.get_layout() not in (h5d.CONTIGUOUS, h5d.CHUNKED):
             raise Refused(f"'{tensor.name}' is stored neither contiguously nor chunked")
         if properties.get_external_count():
             raise Refused(f"'{tensor.name}' is stored in another file")
@@ -200,19 +221,10 @@ class _DataFile:
             )
         if not dataset.id.get_type().equal(fmt.file_type(tensor.dtype)):
             raise Refused(f"'{tensor.name}' is not stored as {tensor.dtype}")
+        return dataset
 
-        def read(target: memoryview, first: int) -> None:
-            read_at(self._descriptor, target, first)
-
-        if layout == h5d.CHUNKED:
-            return Chunks(dataset, tensor.name, self._size, read).read
-        offset = dataset.id.get_offset()
-        nbytes = piece.box.size * fmt.itemsize(tensor.dtype)
-        if offset is None or offset + nbytes > self._size:
-            raise Refused(
-                f"it has {self._size} bytes, too few for '{tensor.name}': was it cut?"
-            )
-        return lambda target, first: read(target, offset + first)
+    def _read(self, target: memoryview, first: int) -> None:
+        read_at(self._descriptor, target, first)
 
 
 def _inside(piece: StoredPiece, part: Box) -> Box:

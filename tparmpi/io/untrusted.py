@@ -106,14 +106,28 @@ def datasets(file: h5py.File) -> list[tuple[str, h5py.Dataset]]:
     return sorted(found, key=lambda item: item[0])
 
 
-def walk(file: h5py.File, name: str) -> h5py.Group | h5py.Dataset:
-    """What lies at a path, by hard links alone."""
-    place = file["/"]
-    for component in name.split("/"):
-        if not isinstance(place, h5py.Group) or component not in place:
-            raise Refused(f"it has no '{name}'")
-        place = _child(place, component, name)
-    return place
+def walk(
+    file: h5py.File, name: str, groups: dict[str, h5py.Group]
+) -> h5py.Group | h5py.Dataset:
+    """What lies at a path, by hard links alone; `groups` keeps those on the way."""
+    *parents, last = name.split("/")
+    path = ""
+    if path not in groups:
+        groups[path] = file["/"]
+    for component in parents:
+        place, path = groups[path], f"{path}/{component}"
+        if path not in groups:
+            group = _known_child(place, component, name)
+            if not isinstance(group, h5py.Group):
+                raise Refused(f"it has no '{name}'")
+            groups[path] = group
+    return _known_child(groups[path], last, name)
+
+
+def _known_child(group: h5py.Group, key: str, name: str) -> h5py.Group | h5py.Dataset:
+    if key not in group:
+        raise Refused(f"it has no '{name}'")
+    return _child(group, key, name)
 
 
 def _child(group: h5py.Group, key: str, name: str) -> h5py.Group | h5py.Dataset:
@@ -121,9 +135,10 @@ def _child(group: h5py.Group, key: str, name: str) -> h5py.Group | h5py.Dataset:
         raise Refused(f"{name!r} is not a name that a checkpoint can hold")
     if group.get(key, getclass=True, getlink=True) is not h5py.HardLink:
         raise Refused(f"'{name}' is a soft or external link")
-    if group.get(key, getclass=True) not in (h5py.Group, h5py.Dataset):
+    child = group[key]
+    if not isinstance(child, h5py.Group | h5py.Dataset):
         raise Refused(f"'{name}' is neither a group nor a dataset")
-    return group[key]
+    return child
 
 
 def attribute(place: h5py.HLObject, name: str) -> h5a.AttrID | None:
