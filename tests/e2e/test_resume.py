@@ -93,6 +93,25 @@ def test_a_killed_run_goes_on_bit_for_bit(uninterrupted, tmp_path, text, seed):
     assert checkpoints(folder) == checkpoints(uninterrupted)
 
 
+def test_a_run_that_saves_in_the_background_is_the_same(uninterrupted, tmp_path, text):
+    folder, option = tmp_path / "run", "--set=checkpoint.background=true"
+    with started(train(2, text, option), cwd=tmp_path) as job:
+        wait_for(partial(reached, job, folder, 8))
+        os.kill(ranks_of(job)[0], signal.SIGUSR1)
+        out, err = job.communicate(timeout=30)
+        assert job.returncode == STOPPED, err
+    assert f"step {losses(folder)[-1][0]}: saved" in out
+    with started(train(2, text, option), cwd=tmp_path) as job:
+        wait_for(partial(reached, job, folder, 17))
+        os.kill(wait_for(lambda: ranks_of(job))[1], signal.SIGKILL)
+        job.communicate(timeout=30)
+    again = run(train(2, text, option), cwd=tmp_path)
+    assert again.code == 0, again.err
+    assert losses(folder) == losses(uninterrupted)
+    assert evaluations(folder) == evaluations(uninterrupted)
+    assert checkpoints(folder) == checkpoints(uninterrupted)
+
+
 def test_a_finished_run_ends_at_once(uninterrupted, text):
     before = (uninterrupted / "metrics.jsonl").read_bytes()
     again = run(train(2, text, "--json"), cwd=uninterrupted.parent)

@@ -39,10 +39,19 @@ def small_disk(tmp_path):
     subprocess.run(["umount", str(tmp_path)], check=True)
 
 
-@pytest.mark.parametrize("compression", [None, 1])
+def in_background(*args, **keywords):
+    saver = checkpoint.BackgroundSaver()
+    saver.save(*args, **keywords)
+    saver.wait()
+
+
+@pytest.mark.parametrize(
+    ("save", "compression"),
+    [(checkpoint.save, None), (checkpoint.save, 1), (in_background, None)],
+)
 @pytest.mark.parametrize("left", [0, 1, 2, 3, 5, 8, 40])
 def test_a_full_disk_keeps_the_previous_checkpoint_and_leaves_nothing(
-    small_disk, left, compression
+    small_disk, left, save, compression
 ):
     """With `left` free pages the save fails in the folder, the data or the index."""
     path = checkpoint.step_path(small_disk, 1)
@@ -54,7 +63,7 @@ def test_a_full_disk_keeps_the_previous_checkpoint_and_leaves_nothing(
         with pytest.raises(
             CheckpointError, match=r"cannot save .*No space left on device"
         ):
-            checkpoint.save(again, Model(20_000, 9), step=2, compression=compression)
+            save(again, Model(20_000, 9), step=2, compression=compression)
         assert sorted(os.listdir(small_disk)) == ["filler", "step-00000001"]
     model = Model(20_000, 0)
     assert checkpoint.load(path, model).step == 1

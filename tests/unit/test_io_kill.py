@@ -17,7 +17,7 @@ import numpy as np
 import tparmpi as tpm
 from tparmpi.io import checkpoint, saving
 
-folder, step = sys.argv[1], int(sys.argv[2])
+folder, step, in_background = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "True"
 CALLS = [(os, name) for name in ("mkdir", "rename", "fsync", "pwrite", "unlink")]
 CALLS += [(os, "rmdir"), (shutil, "rmtree"), (saving, "write_index")]
 
@@ -52,7 +52,14 @@ def die_before(call):
 def attempt(call):
     model = Model(100)
     die_before(call)
-    checkpoint.save(checkpoint.step_path(folder, step), model, step=step)
+    path = checkpoint.step_path(folder, step)
+    if not in_background:
+        checkpoint.save(path, model, step=step)
+        return
+    with checkpoint.BackgroundSaver() as saver:
+        saver.save(path, model, step=step)
+        for tensor in model.tensors.values():
+            tensor.write_local(np.zeros(tensor.shape))
 
 
 def verify(after):
@@ -92,11 +99,12 @@ for call in itertools.count():
 
 
 @pytest.mark.parametrize("step", [1, 2], ids=["replacing", "beside the last"])
+@pytest.mark.parametrize("background", [False, True], ids=["foreground", "background"])
 def test_a_kill_before_any_change_to_the_disk_leaves_a_loadable_checkpoint(
-    tmp_path: Path, step: int
+    tmp_path: Path, step: int, background: bool
 ):
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(tmp_path), str(step)],
+        [sys.executable, "-c", PROGRAM, str(tmp_path), str(step), str(background)],
         capture_output=True,
         text=True,
         timeout=100,
