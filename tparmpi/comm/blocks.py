@@ -25,6 +25,9 @@ Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 Kind = tuple[tuple[int, ...], np.dtype[Any]]
 """Shape and dtype of a block."""
 
+# The library waits for them itself; looking for the user's line takes its time.
+_SITE = "a move between places"
+
 NO_LEAD: Bytes = np.empty(0, np.uint8)
 
 
@@ -122,7 +125,7 @@ def start_send(
         blocks before.
     """
     call = place.begin_message("send_blocks", place.rank, to)
-    return call.start(send_blocks, blocks, to, heads, are_foreseen)
+    return call.start(send_blocks, blocks, to, heads, are_foreseen, site=_SITE)
 
 
 def start_receive(
@@ -136,7 +139,7 @@ def start_receive(
         What is known of them.
     """
     call = place.begin_message("recv_blocks", source, place.rank)
-    return call.start(recv_blocks, source, expected)
+    return call.start(recv_blocks, source, expected, site=_SITE)
 
 
 def send_blocks(

@@ -114,15 +114,27 @@ class Call:
             self.end(error)
             raise
 
-    def start(self, operation: Callable[..., Steps[_T]], *arguments: Any) -> Handle[_T]:
+    def start(
+        self,
+        operation: Callable[..., Steps[_T]],
+        *arguments: Any,
+        site: str | None = None,
+    ) -> Handle[_T]:
         """Begin an operation and return its handle. Local.
+
+        Parameters
+        ----------
+        operation, arguments
+            As for `run`.
+        site
+            What is said of where it was started; the caller's line if None.
 
         Raises
         ------
         UsageError, ShapeError
             If the operation refuses its arguments.
         """
-        handle = Handle(self, self._steps(operation, arguments))
+        handle = Handle(self, self._steps(operation, arguments), site)
         progress.add(handle)
         handle.check_refusal()
         return handle

@@ -38,7 +38,7 @@ class Handle(Generic[_T]):
         How often it has moved on.
     """
 
-    def __init__(self, call: Call, steps: Steps[_T]) -> None:
+    def __init__(self, call: Call, steps: Steps[_T], site: str | None = None) -> None:
         self.place = call.place
         self.steps = 0
         self._call = call
@@ -48,7 +48,7 @@ class Handle(Generic[_T]):
         self._error: BaseException | None = None
         self._watched = time.monotonic()
         self._number = next(_numbers)
-        progress.unseen[self._number] = call, call_site()
+        progress.unseen[self._number] = call, call_site() if site is None else site
 
     def __repr__(self) -> str:
         state = "done" if self._steps is None else "under way"
@@ -98,10 +98,12 @@ class Handle(Generic[_T]):
 
         Or as soon as `until` says so: what happens while the operation goes on.
         """
-        if until is not None:
-            progress.wait(lambda: self._is_complete() or until(), self._watch)
-        elif self._steps is not None:
+        if self._steps is None:
+            return
+        if until is None:
             progress.wait(self._is_complete, self._watch)
+        else:
+            progress.wait(lambda: self._is_complete() or until(), self._watch)
 
     def check_refusal(self) -> None:
         """Raise the error of an operation that refused its arguments. Local."""

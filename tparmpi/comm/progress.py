@@ -211,7 +211,8 @@ class _Thread:
                 target=self._run, name="tparmpi-progress", daemon=True
             )
             self._thread.start()
-        self._work.set()
+        if not self._work.is_set():
+            self._work.set()
 
     def rest(self) -> None:
         """Leave the operations to a thread that waits for one. Local."""

@@ -229,7 +229,9 @@ class SimulatedCall:
             self._entry.close(self.kind, self.place.label, self.sent)
         return result
 
-    def start(self, operation: Callable[..., Any], *arguments: Any) -> Done:
+    def start(
+        self, operation: Callable[..., Any], *arguments: Any, site: str | None = None
+    ) -> Done:
         """Return a handle of the operation, which is done. Local."""
         return Done(self.run(operation, *arguments))
 

@@ -103,8 +103,9 @@ def step_seconds(
 def signal_rate(places: Group, nbytes: int, seconds: float) -> dict[str, float]:
     """Return how fast signals go to the next stage, one after the other.
 
-    In turns with MPI's own blocking sends of the very same array, each received into
-    one that is there already. Collective over `places`, which are two.
+    In turns with MPI's own blocking sends of the very same array, received into one of
+    two that are there already, since signals too are received while the one before is
+    still held. Collective over `places`, which are two.
 
     Returns
     -------
@@ -117,7 +118,7 @@ def signal_rate(places: Group, nbytes: int, seconds: float) -> dict[str, float]:
     values = np.arange(nbytes // 4, dtype=np.float32)
     signal = tensor(values, places.devices[places.rank])
     sent = signal.local
-    received = np.empty_like(values)
+    received = [np.empty_like(values) for _ in range(2)]
     comm = places.comm
 
     def ours() -> None:
@@ -133,11 +134,11 @@ def signal_rate(places: Group, nbytes: int, seconds: float) -> dict[str, float]:
             edge.receive(number)
 
     def raw() -> None:
-        for _ in range(SIGNALS):
+        for number in range(SIGNALS):
             if places.rank == 0:
                 comm.Send(sent, 1)
             else:
-                comm.Recv(received, 0)
+                comm.Recv(received[number % 2], 0)
 
     found = in_turns(comm, {"ours": ours, "raw": raw}, seconds)
     edge.close()

@@ -386,8 +386,11 @@ class _Signal(_Headed):
 
     def wait_for_news(self) -> Bytes | None:
         """Return the form that comes with it, if one does, or wait for all. Local."""
-        self.settle(lambda: self._news is not None)
+        self.settle(self._has_news)
         return self._news
+
+    def _has_news(self) -> bool:
+        return self._news is not None
 
     def is_next(self) -> bool:
         return self._queue.read == self._number
