@@ -52,6 +52,27 @@ def test_help_is_quick():
     assert best < HELP_SECONDS
 
 
+def test_help_imports_no_more_than_it_shows():
+    program = (
+        "import json, sys\n"
+        "from tparmpi.cli.main import parser\n"
+        "parser().format_help()\n"
+        "print(json.dumps(sorted(sys.modules)))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    modules = json.loads(done.stdout)
+    tops = {name.partition(".")[0] for name in modules}
+    assert not tops & {"scipy", "h5py", "rich", "mpi4py", "threadpoolctl", "cupy"}
+    rooms = {name.split(".")[1] for name in modules if name.startswith("tparmpi.")}
+    assert not rooms & {"models", "io", "optim", "parallel", "nn", "ops", "tensors"}
+
+
 def test_the_help_of_train_lists_every_key():
     helped = tparmpi("train", "--help")
     assert helped.returncode == 0
