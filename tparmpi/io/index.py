@@ -20,6 +20,7 @@ from h5py import h5d, h5s, h5t
 
 from tparmpi.errors import CheckpointError, DamagedCheckpointError
 from tparmpi.io import format as fmt
+from tparmpi.io.patience import is_listed
 from tparmpi.io.planner import Box, fills
 from tparmpi.io.untrusted import (
     OtherVersion,
@@ -94,7 +95,7 @@ def _opened(folder: Path) -> Iterator[h5py.File]:
     path = folder / fmt.INDEX_NAME
     if not folder.is_dir():
         raise CheckpointError(f"there is no checkpoint folder {folder}")
-    if not path.exists():
+    if not path.exists() and not is_listed(path):
         raise DamagedCheckpointError(
             f"{folder} is not a checkpoint: it has no {fmt.INDEX_NAME}"
         )

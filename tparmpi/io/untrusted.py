@@ -18,6 +18,7 @@ from h5py import h5a, h5t
 
 from tparmpi.errors import CheckpointError, DamagedCheckpointError
 from tparmpi.io import format as fmt
+from tparmpi.io.patience import is_passing, patiently, words
 
 # What h5py raises for files that are cut, damaged or made to confuse it.
 HDF5_ERRORS = (OSError, RuntimeError, ValueError, KeyError, TypeError)
@@ -33,12 +34,16 @@ class OtherVersion(Refused):
 
 def open_file(path: Path) -> h5py.File:
     """Open a regular file for reading, without a lock."""
-    mode = os.lstat(path).st_mode
-    if not stat.S_ISREG(mode):
-        raise Refused("it is not a regular file")
-    # A published file never changes, so it needs no lock; some shared file systems
-    # refuse locks.
-    return h5py.File(path, "r", locking=False)
+
+    def opened() -> h5py.File:
+        mode = os.lstat(path).st_mode
+        if not stat.S_ISREG(mode):
+            raise Refused("it is not a regular file")
+        # A published file never changes, so it needs no lock; some shared file systems
+        # refuse locks.
+        return h5py.File(path, "r", locking=False)
+
+    return patiently(opened, path)
 
 
 @contextmanager
@@ -64,6 +69,8 @@ def told(path: Path, needed: str = "") -> Iterator[None]:
     except PermissionError as error:
         raise CheckpointError(f"{path} cannot be read: {fmt.reason(error)}") from error
     except HDF5_ERRORS as error:
+        if isinstance(error, OSError) and is_passing(error):
+            raise CheckpointError(f"{path} cannot be read: {words(error)}") from error
         raise DamagedCheckpointError(
             f"{path} cannot be read: {fmt.reason(error)}"
         ) from error
