@@ -182,6 +182,8 @@ def test_a_run_goes_on_with_other_stages(tmp_path, text):
     for steps, split in ((5, "--pp=2"), (10, "--tp=2"), (15, "--pp=2")):
         done = run(train(2, text, f"--steps={steps}", split, *options), cwd=tmp_path)
         assert done.code == 0, done.err
+        waits = "parallel.microbatches is 1 for 2 stages" in done.out
+        assert waits == (split == "--pp=2")
     whole.mkdir()
     straight = run(train(1, text, "--steps=15", *options), cwd=whole)
     assert straight.code == 0, straight.err

@@ -154,3 +154,9 @@ def test_plain_h5py_reads_it(kind, kept):
 def test_the_format_that_is_written_now_is_of_this_version():
     # Another number needs another folder of files here, and this one stays.
     assert fmt.VERSION == 1
+
+
+def test_the_reason_of_a_key_error_is_not_in_quotes():
+    # h5py raises it where the names of a damaged file cannot be read.
+    assert fmt.reason(KeyError("incorrect checksum")) == "incorrect checksum"
+    assert fmt.reason(ValueError("first line\nsecond")) == "first line"

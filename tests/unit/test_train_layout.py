@@ -28,8 +28,8 @@ def test_axes_that_are_not_given_take_what_is_left(ranks, heads, tp, dp, layout)
 @pytest.mark.parametrize(
     ("ranks", "tp", "dp", "words"),
     [
-        (4, 3, None, ["tp=3", "3 ranks", "there are 4"]),
-        (4, 2, 1, ["tp=2 * dp=1", "2 ranks", "there are 4"]),
+        (4, 3, None, ["tp=3", "there are 4: start so many or a multiple", "--tp"]),
+        (4, 2, 1, ["tp=2 * dp=1", "2 ranks", "there are 4", "leave tp or dp out"]),
         (2, 4, None, ["4 ranks", "there are 2"]),
         (6, 6, None, ["n_head (4)", "tp (6)"]),
         (6, None, 1, ["n_head (4)", "tp (6)"]),
@@ -45,5 +45,5 @@ def test_a_layout_that_does_not_fit_names_both_numbers(ranks, tp, dp, words):
 def test_stages_come_first():
     assert choose_layout(8, 8, tp=None, dp=None, pp=2) == Layout(dp=1, tp=4, pp=2)
     assert str(choose_layout(8, 8, tp=2, dp=None, pp=2)) == "pp=2 dp=2 tp=2"
-    with pytest.raises(UsageError, match="pp=3"):
+    with pytest.raises(UsageError, match=r"pp=3 is for 3 ranks .* another --pp$"):
         choose_layout(8, 8, tp=None, dp=None, pp=3)

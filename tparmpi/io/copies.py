@@ -156,7 +156,7 @@ def export(
             if not path.name.endswith(weights.SUFFIX):
                 raise CheckpointError(
                     f"{path} must end with {weights.SUFFIX}, or give the most bytes "
-                    "of a file, for a folder of several"
+                    "of a file (--max-file-bytes), for a folder of several"
                 )
             _write_file(temp, model, blocks, metadata)
         else:

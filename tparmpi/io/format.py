@@ -217,7 +217,9 @@ def block_checksums(data: memoryview) -> list[int]:
 
 def reason(error: BaseException) -> str:
     """What went wrong, in one line: HDF5 hides the system's words in a long text."""
-    text = str(error)
+    # A KeyError's own text is its message in quotes.
+    quoted = isinstance(error, KeyError) and error.args
+    text = str(error.args[0]) if quoted else str(error)
     system = re.search(r"error message = '([^']*)'", text)
     if system:
         return system[1]

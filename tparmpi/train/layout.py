@@ -37,11 +37,17 @@ def choose_layout(
     product = pp * (tp or 1) * (dp or 1)
     if ranks % product or (tp and dp and product != ranks):
         axes = " * ".join(f"{axis}={size}" for axis, size in given.items() if size)
+        needed = counted(product, "rank")
+        there = f"but there {'is' if ranks == 1 else 'are'} {ranks}"
+        if tp and dp:
+            raise UsageError(
+                f"the layout {axes} is for {needed} {there}: start {needed}, or leave "
+                "tp or dp out so that it takes what is left"
+            )
+        options = " or ".join(f"--{axis}" for axis, size in given.items() if size)
         raise UsageError(
-            f"the layout {axes} is for {counted(product, 'rank')} but there "
-            f"{'is' if ranks == 1 else 'are'} {ranks}: start "
-            f"{counted(product, 'rank')}, or leave an axis out so that it takes what "
-            "is left"
+            f"the layout {axes} is for {needed} {there}: start so many or a multiple "
+            f"of them, or give another {options}"
         )
     ranks //= pp
     if tp is None and dp is None:

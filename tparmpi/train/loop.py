@@ -425,6 +425,13 @@ class Training:
                 f"has more than {counted(most, 'row')} of a batch: "
                 f"{empty} of the microbatches always empty"
             )
+        stages = self._layout.pp
+        if config.parallel.microbatches < stages:
+            self._show.say(
+                f"parallel.microbatches is {config.parallel.microbatches} for "
+                f"{stages} stages, which mostly wait for one another: several for each "
+                "stage are faster"
+            )
         self._show.start(self._step, config.train.steps)
 
     def _conclude(self) -> Outcome:
