@@ -52,7 +52,7 @@ def parts() -> list[Part]:
         Part("types", (sys.executable, "-m", "mypy"), 240),
         Part("unit", (*PYTEST, "tests/unit"), 420),
         Part("mpi", (*ranks, "tests/mpi"), 540),
-        Part("e2e", (*PYTEST, "-m", "not soak", "tests/e2e"), 780),
+        Part("e2e", (*PYTEST, "-m", "not soak", "tests/e2e"), 900),
         Part("slurm", (*PYTEST, "tests/slurm"), 300),
     ]
 
