@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
+from tparmpi.comm import pages
 from tparmpi.io import format as fmt
 from tparmpi.io import slabs
 from tparmpi.io.planner import Box
@@ -48,7 +49,7 @@ class Snapshot:
         """
         if nbytes > self._memory.nbytes:
             self.free()
-            self._memory = np.empty(nbytes, np.uint8)
+            self._memory = pages.allocate(nbytes)
 
     def take(self, parts: Sequence[Part]) -> list[Shard]:
         """Copy the parts' elements; the copies before are overwritten. Local.
