@@ -35,7 +35,7 @@ def data_file(folder, step):
 PLAIN = dict.fromkeys(range(1, 13))
 LOSSES = {1: 3.0, 2: 1.5, 3: None, 4: 2.0, 5: 1.5, 6: float("nan"), 7: None, 8: 2.5}
 
-ODD = {1: "low", 2: [0], 3: 4, 4: 5.0}
+ODD = {1: "low", 2: [0], 3: 4, 4: 5.0, 5: 10**400, 6: -(10**400)}
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ ODD = {1: "low", 2: [0], 3: 4, 4: 5.0}
         (LOSSES, {"keep": 2, "keep_best": "val_loss"}, [5, 7, 8]),
         (LOSSES, {"keep": 1, "keep_best": "val_loss", "keep_every": 3}, [3, 5, 6, 8]),
         (LOSSES, {"keep": 1, "keep_best": "accuracy"}, [8]),
-        (ODD, {"keep": 1, "keep_best": "val_loss"}, [3, 4]),
+        (ODD, {"keep": 1, "keep_best": "val_loss"}, [3, 6]),
         ({0: 1.0, 1: 2.0, 2: 0.5}, {"keep": 1, "keep_every": 7}, [0, 2]),
     ],
 )

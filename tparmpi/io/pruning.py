@@ -5,9 +5,10 @@ Rank 0 alone looks at the folder and decides; the others are told.
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Collection, Sequence
 from pathlib import Path
+from typing import Any
 
 from tparmpi.errors import CheckpointError
 from tparmpi.io import format as fmt
@@ -103,6 +104,13 @@ def best(folder: str | Path, by: str) -> Path | None:
     )
 
 
+def finite(value: Any) -> float | None:
+    """A recorded number, None if it is none or beyond a float's range. Pure."""
+    # Of integers beyond that range `math.isfinite` raises.
+    is_finite = isinstance(value, int | float) and abs(value) <= sys.float_info.max
+    return float(value) if is_finite else None
+
+
 def _newest(found: Sequence[tuple[int, Path]], count: int) -> list[Path]:
     newest: list[Path] = []
     for _, path in reversed(found):
@@ -117,11 +125,11 @@ def _best(found: Sequence[tuple[int, Path]], by: str) -> Path | None:
     ranked = []
     for step, path in found:
         try:
-            number = read_header(path).extra.get(by)
+            number = finite(read_header(path).extra.get(by))
         except CheckpointError:
             # Without an index it cannot be loaded.
             continue
-        if isinstance(number, int | float) and math.isfinite(number):
+        if number is not None:
             ranked.append((number, -step, path))
     return next((path for *_, path in sorted(ranked) if not flaw(path)), None)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 from typing import Any
 
 from tparmpi.cli.ckpt.table import rows, size
@@ -24,6 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> tuple[int, list[str], Any]:
     """Exit code, lines to print, the same for programs. Local."""
     from tparmpi.io import inspection
+    from tparmpi.io.pruning import finite
 
     cells = [("step", "val_loss", "tensors", "bytes", "files", "path")]
     facts: list[dict[str, Any]] = []
@@ -37,8 +37,7 @@ def run(arguments: argparse.Namespace) -> tuple[int, list[str], Any]:
             continue
         found = inspection.inspect(path)
         tensors, files = len(found.tensors), len(found.files)
-        loss = found.extra.get("val_loss")
-        loss = loss if isinstance(loss, int | float) and math.isfinite(loss) else None
+        loss = finite(found.extra.get("val_loss"))
         cells.append(
             (
                 str(found.step),
