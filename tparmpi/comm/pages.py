@@ -20,12 +20,21 @@ _ADVICE = getattr(mmap, "MADV_HUGEPAGE", None)
 
 
 def allocate(nbytes: int) -> Array:
-    """Return an uninitialised uint8 array; a large one begins with a page. Local."""
+    """Return an uninitialised uint8 array; a large one begins with a page. Local.
+
+    Raises
+    ------
+    MemoryError
+        There is not as much.
+    """
     if nbytes < HUGE_BYTES or _ADVICE is None:
         return np.empty(nbytes, np.uint8)
     # Only memory that is touched is taken.
     size = -(-nbytes // HUGE_BYTES) * HUGE_BYTES
-    mapped = mmap.mmap(-1, size + HUGE_BYTES, mmap.MAP_PRIVATE)
+    try:
+        mapped = mmap.mmap(-1, size + HUGE_BYTES, mmap.MAP_PRIVATE)
+    except OSError as error:
+        raise MemoryError(f"no memory for {nbytes:,} bytes") from error
     start = -np.frombuffer(mapped, np.uint8).ctypes.data % HUGE_BYTES
     # A kernel without huge pages refuses.
     with contextlib.suppress(OSError):
