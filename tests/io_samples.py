@@ -6,6 +6,7 @@ from pathlib import Path
 
 import ml_dtypes
 import numpy as np
+from hypothesis import strategies as st
 
 from tparmpi.io import format as fmt
 from tparmpi.io.planner import Block, Box, TensorDescription, make_plan
@@ -35,6 +36,14 @@ def samples() -> dict[str, np.ndarray]:
     payload = np.array([0x7FC00001, 0xFFC0BEEF, 0x80000000, 0x7F800000], np.uint32)
     arrays["optimizer/nan/m"] = payload.view(np.float32)
     return arrays
+
+
+@st.composite
+def parts(draw, shape) -> Box:
+    """A part, not empty, of a tensor of this shape."""
+    offset = tuple(draw(st.integers(0, n - 1)) for n in shape)
+    extent = (draw(st.integers(1, n - o)) for n, o in zip(shape, offset, strict=True))
+    return Box(offset, tuple(extent))
 
 
 def halves(name: str, array: np.ndarray) -> TensorDescription:

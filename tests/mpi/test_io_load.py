@@ -93,17 +93,8 @@ def same(bag, expected):
 
 
 @pytest.fixture
-def folder(tmp_path):
-    """One folder that all ranks see."""
-    everyone = tpm.world()
-    shared = Path(everyone.broadcast_object(str(tmp_path)))
-    yield shared
-    everyone.barrier()
-
-
-@pytest.fixture
-def weights(folder):
-    path = folder / "model.safetensors"
+def weights(shared_path):
+    path = shared_path / "model.safetensors"
     if tpm.world().rank == 0:
         save_file(WEIGHTS, path)
     tpm.world().barrier()
@@ -146,11 +137,11 @@ def test_what_does_not_fit_is_one_report_on_all_ranks(weights):
         checkpoint.load(weights, model, only="(")
 
 
-def test_a_part_is_loaded_and_the_rest_left(folder):
+def test_a_part_is_loaded_and_the_rest_left(shared_path):
     place, placement = layouts()[2]
     full = {n: unique((5, 3), np.float32, k) for k, n in enumerate(["a.w", "a.b", "c"])}
     saved = Bag({n: tpm.tensor(array, place) for n, array in full.items()})
-    path = checkpoint.step_path(folder, 1)
+    path = checkpoint.step_path(shared_path, 1)
     checkpoint.save(path, saved, step=1)
     model = zeros(place, placement, full | {"head": full["c"]})
     report = checkpoint.load(path, model, only=r"a\..*")
@@ -161,10 +152,10 @@ def test_a_part_is_loaded_and_the_rest_left(folder):
     same(model, {"a.w": full["a.w"], "a.b": full["a.b"], "c": zero, "head": zero})
 
 
-def test_a_value_that_one_ranks_cast_cannot_hold_is_raised_on_all(folder):
+def test_a_value_that_one_ranks_cast_cannot_hold_is_raised_on_all(shared_path):
     place, placement = layouts()[2]
     values = np.array([[1, 2, 3, 1e30]], np.float64)
-    path = checkpoint.step_path(folder, 1)
+    path = checkpoint.step_path(shared_path, 1)
     checkpoint.save(path, Bag({"w": tpm.tensor(values, place)}))
     model = zeros(place, placement, {"w": np.zeros((1, 4), np.float16)})
     with pytest.raises(CheckpointError, match="'model/w' has values beyond the range"):
@@ -174,8 +165,8 @@ def test_a_value_that_one_ranks_cast_cannot_hold_is_raised_on_all(folder):
     same(model, {"w": values.astype(np.float32)})
 
 
-def test_no_rank_holds_the_whole_model(folder):
-    path = folder / "model.safetensors"
+def test_no_rank_holds_the_whole_model(shared_path):
+    path = shared_path / "model.safetensors"
     shape, names = (512, 4096), ["a", "b", "c", "d"]
     if tpm.world().rank == 0:
         save_file({n: np.ones(shape, np.float32) for n in names}, path)
@@ -250,12 +241,12 @@ def gpt2(model):
 NORM = {"gain": "weight", "bias": "bias"}
 
 
-def test_gpt2_loads_as_the_page_shows(folder):
+def test_gpt2_loads_as_the_page_shows(shared_path):
     page = (Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text()
     program = next(part for part in page.split("```")[1::2] if "GPT2_NAMES" in part)
     made = {}
     exec(program.partition("\n")[2].partition("tpm.checkpoint.load")[0], made)
-    path = folder / "model.safetensors"
+    path = shared_path / "model.safetensors"
     if tpm.world().rank == 0:
         own = GPT(CONFIG, tpm.group([tpm.device()]), dtype="float32")
         save_file(gpt2(own.initialize(seed=5)), path)
@@ -277,9 +268,9 @@ def test_gpt2_loads_as_the_page_shows(folder):
 
 
 @pytest.mark.parametrize("source", ["tp", "dp", "pp", "pp x tp", "pp x dp"])
-def test_stages_load_under_other_layouts_and_back(folder, source):
+def test_stages_load_under_other_layouts_and_back(shared_path, source):
     places = gpt_places()
-    path = checkpoint.step_path(folder, 3)
+    path = checkpoint.step_path(shared_path, 3)
     checkpoint.save(path, *trained(places[source], 7), step=3)
     if tpm.world().rank == 0:
         # The tied table is there once, whichever ranks hold it.
@@ -300,9 +291,9 @@ def test_stages_load_under_other_layouts_and_back(folder, source):
                     assert np.array_equal(others[name].local, tensor.local), name
 
 
-def test_a_model_that_has_no_values_yet_is_loaded(folder):
+def test_a_model_that_has_no_values_yet_is_loaded(shared_path):
     place = tpm.group(tpm.devices()[:3])
-    path = checkpoint.step_path(folder, 1)
+    path = checkpoint.step_path(shared_path, 1)
     saved = nn.Linear(7, 5, place, split="columns").initialize(seed=4)
     checkpoint.save(path, saved)
     fresh = nn.Linear(7, 5, place, split="columns")

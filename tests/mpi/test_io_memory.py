@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tracemalloc
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -35,15 +34,6 @@ class Bag:
 
     def state_dict(self):
         return self.tensors
-
-
-@pytest.fixture
-def folder(tmp_path):
-    """One folder that all ranks see."""
-    everyone = tpm.world()
-    shared = Path(everyone.broadcast_object(str(tmp_path)))
-    yield shared
-    everyone.barrier()
 
 
 @pytest.fixture
@@ -92,10 +82,10 @@ LOADS = {
 
 
 @pytest.mark.parametrize("kind", LOADS)
-def test_a_load_needs_the_model_and_staging_memory(folder, bounded, kind):
+def test_a_load_needs_the_model_and_staging_memory(shared_path, bounded, kind):
     placement, options = LOADS[kind]
     whole = unique(SHAPE, np.float32, 5)
-    path = folder / "step-00000001"
+    path = shared_path / "step-00000001"
     checkpoint.save(path, Bag({"w": tpm.tensor(whole, four()).with_sharding(Shard(0))}))
     if "cast" in kind:
         whole = whole.astype(np.float64)
@@ -111,10 +101,10 @@ def test_a_load_needs_the_model_and_staging_memory(folder, bounded, kind):
 
 
 @pytest.mark.parametrize("placement", [Shard(1), Replicate()])
-def test_a_save_copies_nothing(folder, bounded, placement):
+def test_a_save_copies_nothing(shared_path, bounded, placement):
     whole = unique(SHAPE, np.float32, 3)
     saved = tpm.tensor(whole, four()).with_sharding(placement)
-    path = folder / "step-00000001"
+    path = shared_path / "step-00000001"
     peak = peak_of(lambda: checkpoint.save(path, Bag({"w": saved})))
     assert peak < SMALL
     loaded = tpm.tensor(np.zeros_like(whole), four()).with_sharding(Shard(0))
@@ -124,12 +114,12 @@ def test_a_save_copies_nothing(folder, bounded, placement):
 
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_tensors_of_a_device_are_saved_and_loaded_by_parts(
-    folder, bounded, monkeypatch, count
+    shared_path, bounded, monkeypatch, count
 ):
     way = Way("cuda_aware", monkeypatch)
     monkeypatch.setattr(staging, "limit", lambda: 1 << 18)
     whole = unique((700, 513), np.float32, 4)
-    path = folder / "step-00000001"
+    path = shared_path / "step-00000001"
     group = way.group(range(count))
     everyone = tpm.world()
     saved = tpm.tensor(way.put(whole), group).with_sharding(Shard(1))
@@ -155,10 +145,10 @@ def test_tensors_of_a_device_are_saved_and_loaded_by_parts(
 
 
 def test_a_file_that_changes_during_the_load_is_told_from_a_damaged_one(
-    folder, monkeypatch
+    shared_path, monkeypatch
 ):
     whole = unique((64, 64), np.float32, 1)
-    path = folder / "step-00000001"
+    path = shared_path / "step-00000001"
     checkpoint.save(path, Bag({"w": tpm.tensor(whole, four())}))
     loaded = tpm.tensor(np.zeros_like(whole), four()).with_sharding(Shard(0))
 
@@ -173,9 +163,9 @@ def test_a_file_that_changes_during_the_load_is_told_from_a_damaged_one(
         checkpoint.load(path, Bag({"w": loaded}))
 
 
-def test_every_byte_is_checked_once_before_it_is_read_once(folder, monkeypatch):
+def test_every_byte_is_checked_once_before_it_is_read_once(shared_path, monkeypatch):
     whole = unique((64, 64), np.float32, 1)
-    path = folder / "step-00000001"
+    path = shared_path / "step-00000001"
     checkpoint.save(path, Bag({"w": tpm.tensor(whole, four()).with_sharding(Shard(0))}))
     loaded = tpm.tensor(np.zeros_like(whole), four()).with_sharding(Shard(0))
     calls = []

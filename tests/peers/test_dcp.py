@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import pytest
@@ -15,11 +14,8 @@ PROGRAM = Path(__file__).with_name("dcp.py")
 
 @pytest.mark.soak
 @pytest.mark.timeout(600)
-def test_loads_are_as_fast_as_dcp(tmp_path):
-    python = os.environ.get("TPARMPI_TORCH")
-    if python is None:
-        pytest.skip("TPARMPI_TORCH names no Python that has torch")
-    peers = f"--peers={python} {PROGRAM}"
+def test_loads_are_as_fast_as_dcp(tmp_path, torch_python):
+    peers = f"--peers={torch_python} {PROGRAM}"
     job = run(
         tparmpi(2, "bench", "checkpoint", peers, "--json"), cwd=tmp_path, limit=500
     )

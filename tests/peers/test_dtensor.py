@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import pytest
@@ -16,11 +15,8 @@ TIMES = 1.3
 
 @pytest.mark.soak
 @pytest.mark.timeout(300)
-def test_faster_than_dtensor(tmp_path):
-    python = os.environ.get("TPARMPI_TORCH")
-    if python is None:
-        pytest.skip("TPARMPI_TORCH names no Python that has torch")
-    peers = f"--peers={python} {PROGRAM}"
+def test_faster_than_dtensor(tmp_path, torch_python):
+    peers = f"--peers={torch_python} {PROGRAM}"
     job = run(tparmpi(2, "bench", "dispatch", peers, "--json"), cwd=tmp_path, limit=240)
     assert job.code == 0, job.err
     report = json.loads(job.out)

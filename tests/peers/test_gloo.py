@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import pytest
@@ -17,10 +16,7 @@ TIMES = 3.0
 
 @pytest.mark.soak
 @pytest.mark.timeout(600)
-def test_three_times_as_fast_as_gloo(tmp_path):
-    python = os.environ.get("TPARMPI_TORCH")
-    if python is None:
-        pytest.skip("TPARMPI_TORCH names no Python that has torch")
+def test_three_times_as_fast_as_gloo(tmp_path, torch_python):
     command = tparmpi(
         2,
         "bench",
@@ -28,7 +24,7 @@ def test_three_times_as_fast_as_gloo(tmp_path):
         f"--sizes={SIZES}",
         "--calls=all_reduce",
         "--only-calls",
-        f"--peers={python} {PROGRAM}",
+        f"--peers={torch_python} {PROGRAM}",
         "--json",
     )
     job = run(command, cwd=tmp_path, limit=500)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from pathlib import Path
 
@@ -15,13 +14,10 @@ from tests.e2e.launch import run
 @pytest.mark.soak
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("config", ["small", "medium"])
-def test_faster_than_dtensor(tmp_path, config):
-    python = os.environ.get("TPARMPI_TORCH")
-    if python is None:
-        pytest.skip("TPARMPI_TORCH names no Python that has torch")
+def test_faster_than_dtensor(tmp_path, config, torch_python):
     command = [
         *(sys.executable, "-m", "tparmpi", "bench", "compare", "--json"),
-        *("--only=tensor,forward", f"--config={config}", f"--python={python}"),
+        *("--only=tensor,forward", f"--config={config}", f"--python={torch_python}"),
         f"--peers={Path(__file__).parent}",
     ]
     job = run(command, cwd=tmp_path, limit=800)

@@ -15,7 +15,8 @@ import pytest
 from tparmpi.comm import ring
 from tparmpi.comm.ledger import current
 from tparmpi.comm.post_mortem import main
-from tparmpi.comm.ring import CALLS, Ring
+from tparmpi.comm.recorded import CALLS, start_of
+from tparmpi.comm.ring import Ring
 
 
 class Program:
@@ -221,10 +222,10 @@ def test_a_folder_of_somebody_else_is_not_used(tmp_path, monkeypatch):
 
 
 def test_the_kernel_tells_when_a_process_started():
-    assert ring.start_of(os.getpid()) == ring.start_of(os.getpid()) > 0
+    assert start_of(os.getpid()) == start_of(os.getpid()) > 0
     child = subprocess.Popen([sys.executable, "-c", ""])
     child.wait(60)
-    assert ring.start_of(child.pid) is None
+    assert start_of(child.pid) is None
 
 
 def test_what_an_entry_costs():

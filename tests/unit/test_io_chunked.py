@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
-from tests.io_samples import SAVE_ID, samples, unique, write
+from tests.io_samples import SAVE_ID, parts, samples, unique, write
 from tparmpi.errors import CheckpointError
 from tparmpi.io import checkpoint, copies, staging
 from tparmpi.io import format as fmt
@@ -94,12 +94,7 @@ def test_any_block_is_read_exactly(tmp_path_factory, data):
         write(folder, {"model/w": array}, level=1)
         with BlockReader(folder, read_index(folder)) as blocks:
             for _ in range(3):
-                offset = [data.draw(st.integers(0, n - 1)) for n in shape]
-                extent = [
-                    data.draw(st.integers(1, n - o))
-                    for n, o in zip(shape, offset, strict=True)
-                ]
-                box = Box(tuple(offset), tuple(extent))
+                box = data.draw(parts(shape))
                 found = blocks.read("model/w", box)
                 assert np.array_equal(found, array[box.slices()])
 

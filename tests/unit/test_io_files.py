@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.io_samples import SAVE_ID, samples, unique, write
+from tests.io_samples import SAVE_ID, parts, samples, unique, write
 from tparmpi.config import Environment
 from tparmpi.errors import CheckpointError, UsageError
 from tparmpi.io import checksums, reader, staging, untrusted, writer
@@ -144,12 +144,7 @@ def test_any_block_of_any_tensor_is_read_exactly(tmp_path_factory, data):
         folder = write(tmp_path_factory.mktemp("io") / "a", {"model/w": array})
         with BlockReader(folder, read_index(folder)) as blocks:
             for _ in range(4):
-                offset = [data.draw(st.integers(0, n - 1)) for n in shape]
-                extent = [
-                    data.draw(st.integers(1, n - o))
-                    for n, o in zip(shape, offset, strict=True)
-                ]
-                box = Box(tuple(offset), tuple(extent))
+                box = data.draw(parts(shape))
                 found = blocks.read("model/w", box)
                 assert np.array_equal(found, array[box.slices()])
 
@@ -157,11 +152,7 @@ def test_any_block_of_any_tensor_is_read_exactly(tmp_path_factory, data):
 @given(st.data())
 def test_slabs_are_contiguous_small_and_hold_the_part(data):
     shape = tuple(data.draw(st.lists(st.integers(1, 6), max_size=4)))
-    offset = tuple(data.draw(st.integers(0, n - 1)) for n in shape)
-    extent = tuple(
-        data.draw(st.integers(1, n - o)) for n, o in zip(shape, offset, strict=True)
-    )
-    part, limit = Box(offset, extent), data.draw(st.integers(1, 50))
+    part, limit = data.draw(parts(shape)), data.draw(st.integers(1, 50))
     order = np.arange(int(np.prod(shape))).reshape(shape)
     covered = np.zeros(shape, int)
     last = -1
@@ -175,7 +166,6 @@ def test_slabs_are_contiguous_small_and_hold_the_part(data):
     assert (covered[part.slices()] == 1).all()
 
 
-@settings(deadline=None)
 @given(st.data())
 def test_a_range_of_file_order_is_few_boxes(data):
     shape = tuple(data.draw(st.lists(st.integers(1, 6), max_size=4)))
@@ -192,15 +182,10 @@ def test_a_range_of_file_order_is_few_boxes(data):
         assert contiguous(shape, box)
 
 
-@settings(deadline=None)
 @given(st.data())
 def test_a_part_needs_the_blocks_that_hold_its_elements(data):
     shape = tuple(data.draw(st.lists(st.integers(1, 9), max_size=3)))
-    offset = tuple(data.draw(st.integers(0, n - 1)) for n in shape)
-    extent = tuple(
-        data.draw(st.integers(1, n - o)) for n, o in zip(shape, offset, strict=True)
-    )
-    part, block = Box(offset, extent), data.draw(st.integers(1, 60))
+    part, block = data.draw(parts(shape)), data.draw(st.integers(1, 60))
     order = np.arange(int(np.prod(shape))).reshape(shape)
     places = np.atleast_1d(order[part.slices()]).reshape(-1)
     assert contiguous(shape, part) == bool((np.diff(places) == 1).all())

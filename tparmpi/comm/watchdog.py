@@ -28,6 +28,7 @@ from mpi4py import MPI
 
 from tparmpi.comm import failure, ring, work
 from tparmpi.comm.control import GRACE_SECONDS
+from tparmpi.comm.recorded import CALLS, Recorded, start_of
 
 if TYPE_CHECKING:
     from tparmpi.comm.state import World
@@ -168,7 +169,7 @@ class Watchdog:
         if self._next < 0 or self._knows_of_end():
             return
         found = ring.read_process(self._local[self._next])
-        if found is None or ring.start_of(found[0]) == found[1]:
+        if found is None or start_of(found[0]) == found[1]:
             return
         # It may have left; the word of that comes by another way.
         time.sleep(GRACE_SECONDS)
@@ -225,7 +226,7 @@ class Watchdog:
                 time.sleep(REMOTE_SECONDS)
             if ring.recorder.path is not None:
                 failure.say(
-                    f"watchdog: {ring.CALLS} calls of each rank are kept in "
+                    f"watchdog: {CALLS} calls of each rank are kept in "
                     f"{ring.recorder.path.parent}; print them with "
                     "`python -m tparmpi.comm.post_mortem`",
                     self._rank,
@@ -370,7 +371,7 @@ def _listen_to_signal() -> None:
     faulthandler.register(_SIGNAL, file=file, all_threads=True)
 
 
-def _heading(found: ring.Recorded) -> list[str]:
+def _heading(found: Recorded) -> list[str]:
     lines = [f"process {found.pid}; latest calls:"]
     lines += [f"  {line}" for line in found.lines(CALLS_SHOWN)] or ["  none"]
     return lines
