@@ -17,7 +17,10 @@ def reason(error: BaseException) -> str:
     """Return why the system refused, without the file's name. Local."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
-    return str(error)
+    text = str(error)
+    if isinstance(error, MemoryError):
+        return f"out of memory: {text}" if text else "out of memory"
+    return text
 
 
 class TparmpiError(Exception):

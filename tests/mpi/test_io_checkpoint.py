@@ -172,6 +172,30 @@ def test_compressed_tensors_load_into_any_layout(folder, layouts, background):
         checkpoint.save(path, build(layouts["3"], 2), compression=wrong)
 
 
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize(
+    ("pattern", "near"),
+    [
+        (r"layers\.0\.weight", "layers.0.w"),
+        (r".*\.[mv]", "layers.0.w"),
+        ("larg", "large"),
+        (r"model/large", "large"),
+    ],
+)
+def test_a_pattern_that_matches_no_tensor_is_refused(
+    folder, layouts, background, pattern, near
+):
+    saver = checkpoint.BackgroundSaver() if background else checkpoint
+    path = checkpoint.step_path(folder, 1)
+    compression = {"large": 9, pattern: "gzip", ".*": None}
+    with pytest.raises(CheckpointError) as caught:
+        saver.save(path, build(layouts["mesh"], 1), compression=compression)
+    (said,) = set(tpm.world().all_gather_object(str(caught.value)))
+    assert f"{pattern!r} matches no tensor" in said
+    assert f"(near: {near!r})" in said
+    assert not folder.exists()
+
+
 def test_replicas_share_the_writing(folder, layouts):
     path = checkpoint.step_path(folder, 1)
     checkpoint.save(path, build(layouts["replicated"], 1))

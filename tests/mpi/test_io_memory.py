@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tracemalloc
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from tests.io_samples import unique
 from tests.ways import Way
 from tparmpi import Replicate, Shard
 from tparmpi.errors import CheckpointError
-from tparmpi.io import checkpoint, loading, staging
+from tparmpi.io import checkpoint, loading, publish, saving, staging, writer
 from tparmpi.io import format as fmt
 from tparmpi.io.reader import BlockReader
 
@@ -182,8 +183,82 @@ def test_every_byte_is_checked_once_before_it_is_read_once(shared_path, monkeypa
     monkeypatch.setattr(
         loading,
         "on_all_ranks",
-        lambda work: agreed.append(list(calls)) or on_all_ranks(work),
+        lambda what, work: agreed.append(list(calls)) or on_all_ranks(what, work),
     )
     checkpoint.load(path, Bag({"w": loaded}))
     assert calls == [("check", 16 * 64), ("read_into", 16 * 64)]
     assert agreed[-2:] == [[], calls[:1]]
+
+
+SAVE_FAULTS = {
+    "rank 1 describes": (1, saving, "_describe", "rank 1: cannot save"),
+    "rank 0 makes room": (0, Path, "mkdir", "cannot save"),
+    "rank 2 lays its file out": (2, writer, "_lay_out", "rank 2: cannot save"),
+    "rank 3 writes": (3, writer, "write_at", "rank 3: cannot save"),
+    "rank 0 writes the index": (0, saving, "write_index", "cannot save"),
+    "rank 0 publishes": (0, publish, "publish", "cannot save"),
+}
+LOAD_FAULTS = {
+    "rank 0 reads the index": (0, loading, "read_source", "cannot load"),
+    "rank 1 looks at the index": (1, loading, "views_of", "rank 1: cannot load"),
+    "rank 2 checks": (2, BlockReader, "check", "rank 2: cannot load"),
+    "rank 3 reads": (3, loading, "_fill", "rank 3: cannot load"),
+}
+
+
+def none_left(*args, **keywords):
+    raise MemoryError("Unable to allocate 8 EiB")
+
+
+def refused_alike(work, words):
+    """One sentence on all ranks, that says what there was no memory for."""
+    words += r".* [^ ]*step-00000001.*: out of memory: Unable to allocate 8 EiB"
+    with pytest.raises(CheckpointError, match=words) as caught:
+        work()
+    (said,) = set(tpm.world().all_gather_object(str(caught.value)))
+    return said
+
+
+@pytest.mark.parametrize("background", [False, True], ids=["foreground", "background"])
+@pytest.mark.parametrize("fault", SAVE_FAULTS)
+def test_a_rank_without_memory_to_save_makes_all_refuse(
+    shared_path, monkeypatch, fault, background
+):
+    rank, target, name, words = SAVE_FAULTS[fault]
+    whole = unique((8, 3), np.float32)
+    bag = Bag({"w": tpm.tensor(whole, four()).with_sharding(Shard(0))})
+    path = shared_path / "step-00000001"
+    saver = checkpoint.BackgroundSaver()
+
+    def save():
+        if background:
+            saver.save(path, bag)
+            saver.wait()
+        else:
+            checkpoint.save(path, bag)
+
+    with monkeypatch.context() as patch:
+        if tpm.world().rank == rank:
+            patch.setattr(target, name, none_left)
+        refused_alike(save, words)
+    assert list(shared_path.iterdir()) == []
+    save()
+    assert checkpoint.verify(path) == []
+
+
+@pytest.mark.parametrize("fault", LOAD_FAULTS)
+def test_a_rank_without_memory_to_load_makes_all_refuse(
+    shared_path, monkeypatch, fault
+):
+    rank, target, name, words = LOAD_FAULTS[fault]
+    whole = unique((8, 3), np.float32)
+    path = shared_path / "step-00000001"
+    checkpoint.save(path, Bag({"w": tpm.tensor(whole, four()).with_sharding(Shard(0))}))
+    loaded = tpm.tensor(np.zeros_like(whole), four()).with_sharding(Shard(0))
+    with monkeypatch.context() as patch:
+        if tpm.world().rank == rank:
+            patch.setattr(target, name, none_left)
+        said = refused_alike(lambda: checkpoint.load(path, Bag({"w": loaded})), words)
+    assert ("overwritten in part" in said) == (name == "_fill")
+    checkpoint.load(path, Bag({"w": loaded}))
+    assert np.array_equal(loaded.local, block(loaded, whole))

@@ -248,6 +248,21 @@ def test_which_tensors_are_compressed():
             Levels({pattern: "gzip"})
 
 
+def test_a_pattern_that_matches_no_tensor_is_refused(tmp_path):
+    folder = write(tmp_path / "a", samples())
+    with pytest.raises(
+        CheckpointError, match=r"'kind' matches no tensor's whole name \(near: 'kinds"
+    ):
+        copies.convert(folder, tmp_path / "b", compression={"kind": 9, ".*": "gzip"})
+    assert os.listdir(tmp_path) == ["a"]
+    # One that others before it have taken all tensors from is no mistake.
+    Levels({".*": 9, "a": "gzip"}).check(["model/a"])
+    for everything in (None, "gzip", 3):
+        Levels(everything).check([])
+    with pytest.raises(CheckpointError, match="name: there are none"):
+        Levels({".*": 9}).check([])
+
+
 def test_copies_are_compressed_and_back(tmp_path, monkeypatch):
     monkeypatch.setattr(staging, "SLAB_BYTES", 256)
     arrays = samples()

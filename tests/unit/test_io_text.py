@@ -145,6 +145,16 @@ def test_an_unreadable_file_is_named(tmp_path, monkeypatch):
         read_text(path)
 
 
+def test_a_text_that_memory_does_not_hold_is_named(tmp_path, monkeypatch):
+    path = tmp_path / "a.txt"
+    path.write_text("text")
+    monkeypatch.setattr(
+        "pathlib.Path.read_bytes", lambda self: (_ for _ in ()).throw(MemoryError)
+    )
+    with pytest.raises(DataError, match=r"cannot read .*a\.txt: out of memory"):
+        read_text(path)
+
+
 def test_stdlib_is_python_source_without_tests():
     files = text_files("stdlib")
     assert len(files) > 100

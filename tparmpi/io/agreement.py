@@ -24,10 +24,10 @@ def refuse_disagreement(what: str, digests: list[str]) -> None:
         )
 
 
-def on_all_ranks(work: Callable[[], Result]) -> Result:
+def on_all_ranks(what: str, work: Callable[[], Result]) -> Result:
     """Do local work on every rank; one that refuses makes all refuse.
 
-    Collective over all ranks.
+    One that has no memory for it does, too. Collective over all ranks.
     """
     result: Result | None = None
     problem: CheckpointError | None = None
@@ -35,6 +35,9 @@ def on_all_ranks(work: Callable[[], Result]) -> Result:
         result = work()
     except CheckpointError as error:
         problem = error
+    except MemoryError as error:
+        problem = CheckpointError(rank_sentence(what, error))
+        problem.__cause__ = error
     agree(problem)
     return cast(Result, result)
 
@@ -42,7 +45,7 @@ def on_all_ranks(work: Callable[[], Result]) -> Result:
 def on_rank_zero(what: str, work: Callable[[], Result]) -> Result:
     """Do work on rank 0; give its result to all ranks, or raise its error on all.
 
-    Collective over all ranks.
+    Also that it has no memory for it. Collective over all ranks.
     """
     everyone = world()
     result: Result | None = None
@@ -52,7 +55,7 @@ def on_rank_zero(what: str, work: Callable[[], Result]) -> Result:
         try:
             with long_work(what):
                 result = work()
-        except (CheckpointError, *HDF5_ERRORS) as error:
+        except (CheckpointError, MemoryError, *HDF5_ERRORS) as error:
             told = error if isinstance(error, CheckpointError) else CheckpointError()
             problem, cause = (type(told), sentence(what, error)), error
     result, problem = everyone.broadcast_object((result, problem))
@@ -67,3 +70,8 @@ def sentence(what: str, error: BaseException) -> str:
     if isinstance(error, CheckpointError):
         return str(error)
     return f"cannot {what}: {fmt.reason(error) or type(error).__name__}"
+
+
+def rank_sentence(what: str, error: BaseException) -> str:
+    """What went wrong, and on which rank: this one. Local."""
+    return f"rank {world().rank}: {sentence(what, error)}"

@@ -8,11 +8,12 @@ each in memory, whatever a file says.
 
 from __future__ import annotations
 
+import difflib
 import re
 import threading
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from math import prod
 from typing import Any
@@ -44,6 +45,7 @@ class Levels:
     """
 
     def __init__(self, compression: Compression) -> None:
+        self._by_name = isinstance(compression, Mapping)
         given = compression if isinstance(compression, Mapping) else {".*": compression}
         self._levels: list[tuple[re.Pattern[str], int]] = []
         for pattern, value in given.items():
@@ -56,11 +58,46 @@ class Levels:
 
     def of(self, path: str) -> int:
         """The level for a tensor by its path in the checkpoint."""
-        name = path.partition("/")[2].replace("/", ".")
+        name = _name(path)
         for pattern, level in self._levels:
             if pattern.fullmatch(name):
                 return level
         return 0
+
+    def check(self, paths: Collection[str]) -> None:
+        """Refuse a pattern that matches none of the tensors that there are.
+
+        Parameters
+        ----------
+        paths
+            Those of all tensors, in the checkpoint.
+
+        Raises
+        ------
+        CheckpointError
+            Naming the pattern, and the tensor whose name is nearest to it.
+        """
+        if not self._by_name:
+            return
+        names = [_name(path) for path in paths]
+        for pattern, _ in self._levels:
+            if not any(map(pattern.fullmatch, names)):
+                raise CheckpointError(
+                    f"compression: {pattern.pattern!r} matches no tensor's whole name"
+                    f"{_nearest(pattern.pattern, names)}; correct the pattern or leave "
+                    "it out"
+                )
+
+
+def _name(path: str) -> str:
+    """A parameter's name, with dots, of its path in a checkpoint."""
+    return path.partition("/")[2].replace("/", ".")
+
+
+def _nearest(pattern: str, names: Collection[str]) -> str:
+    # Whatever its likeness: of a pattern, most is not the name's.
+    near = difflib.get_close_matches(pattern.replace("\\", ""), names, 1, 0.0)
+    return f" (near: {near[0]!r})" if near else ": there are none"
 
 
 def _level(value: Any) -> int:

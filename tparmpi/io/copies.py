@@ -75,6 +75,7 @@ def convert(
     levels = Levels(compression)
     found = read_source(origin)
     views = views_of(found, transforms, remap)
+    levels.check(views)
     described = {name: _describe(name, view, files) for name, view in views.items()}
     plan = make_plan(described.values())
     header = replace(found.header, save_id=publish.new_save_id())

@@ -16,6 +16,7 @@ import h5py
 import numpy as np
 from h5py import h5d, h5p, h5s, h5t
 
+from tparmpi import errors
 from tparmpi.backend import dtypes
 from tparmpi.errors import CheckpointError
 from tparmpi.io.checksums import crc32
@@ -217,6 +218,8 @@ def block_checksums(data: memoryview) -> list[int]:
 
 def reason(error: BaseException) -> str:
     """What went wrong, in one line: HDF5 hides the system's words in a long text."""
+    if isinstance(error, MemoryError):
+        return errors.reason(error)
     # A KeyError's own text is its message in quotes.
     quoted = isinstance(error, KeyError) and error.args
     text = str(error.args[0]) if quoted else str(error)

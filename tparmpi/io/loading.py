@@ -13,7 +13,12 @@ from tparmpi.comm import long_work, world
 from tparmpi.errors import CheckpointError
 from tparmpi.io import format as fmt
 from tparmpi.io import pending, staging
-from tparmpi.io.agreement import on_all_ranks, on_rank_zero, refuse_disagreement
+from tparmpi.io.agreement import (
+    on_all_ranks,
+    on_rank_zero,
+    rank_sentence,
+    refuse_disagreement,
+)
 from tparmpi.io.planner import Box, TensorDescription, digest_of
 from tparmpi.io.report import LoadReport, Wanted, compare, refuse_mismatch
 from tparmpi.io.sources import (
@@ -97,7 +102,7 @@ def load(
         return path_of(path), named, wanted, _chooser(only)
 
     pending.finish()
-    path, named, wanted, chosen = on_all_ranks(prepare)
+    path, named, wanted, chosen = on_all_ranks(f"load {path}", prepare)
     refuse_disagreement("load", world().all_gather_object(_digest(wanted)))
     source = on_rank_zero(f"load {path}", lambda: read_source(path))
 
@@ -116,7 +121,7 @@ def load(
             refuse_mismatch(report, views, wanted)
         return views, report
 
-    views, report = on_all_ranks(match)
+    views, report = on_all_ranks(f"load {path}", match)
     for name in report.applied:
         if views[name].dtype != wanted[name][1]:
             views[name] = Cast(views[name], wanted[name][1], name)
@@ -166,6 +171,7 @@ def read_blocks(
     CheckpointError
         On every rank.
     """
+    what = f"load {path}"
     own = [(view, tensor) for view, tensor in blocks if not tensor.is_shell]
 
     def check() -> None:
@@ -174,18 +180,20 @@ def read_blocks(
                 _check(reader, view, tensor)
 
     def fill() -> None:
-        with long_work(f"load {path}"):
+        with long_work(what):
             for view, tensor in own:
                 try:
                     _fill(reader, view, tensor)
-                except CheckpointError as error:
+                except (CheckpointError, MemoryError) as error:
+                    told = isinstance(error, CheckpointError)
                     raise CheckpointError(
-                        f"{error}. It was whole when the load began, and the model is "
-                        "overwritten in part; load into it again"
+                        f"{error if told else rank_sentence(what, error)}. It was "
+                        "whole when the load began, and the model is overwritten in "
+                        "part; load into it again"
                     ) from error
 
-    on_all_ranks(check)
-    on_all_ranks(fill)
+    on_all_ranks(what, check)
+    on_all_ranks(what, fill)
 
 
 def _check(reader: SourceReader, view: View, tensor: Tensor) -> None:

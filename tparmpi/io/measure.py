@@ -117,7 +117,9 @@ def saves(folder: Path, state: State, rounds: int) -> dict[str, float]:
 
     works: dict[str, Callable[[], object]] = {
         "s": lambda: save(path, state),
-        "plain_s": lambda: on_all_ranks(lambda: _write(_plain(folder), state)),
+        "plain_s": lambda: on_all_ranks(
+            f"measure in {folder}", lambda: _write(_plain(folder), state)
+        ),
     }
     return _compared(_in_turns(works, rounds, before=clear), _total(state))
 

@@ -21,6 +21,7 @@ from tparmpi.io import pending, publish
 from tparmpi.io.agreement import (
     on_all_ranks,
     on_rank_zero,
+    rank_sentence,
     refuse_disagreement,
     sentence,
 )
@@ -76,7 +77,8 @@ def save(
         ``compression="gzip", shuffle=True`` stores them. A mapping says so for each
         pattern of names: the first that matches a tensor's whole counts, ``None``
         stores it plain, as those are that match none. Names are those of parameters,
-        with dots, and ``….weight.m`` for an optimizer's. Scalars are never compressed.
+        with dots, and ``….weight.m`` for an optimizer's; a pattern that matches no
+        tensor is refused. Scalars are never compressed.
 
     Returns
     -------
@@ -178,14 +180,11 @@ class Save:
         """
         if not shards:
             return {}
-        rank = world().rank
-        path = self.temp / fmt.data_name(self.header.save_id, rank)
+        path = self.temp / fmt.data_name(self.header.save_id, world().rank)
         try:
             return write_data_file(path, self.header.save_id, shards)
         except (TparmpiError, MemoryError, *HDF5_ERRORS) as error:
-            raise CheckpointError(
-                f"rank {rank}: {sentence(self.what, error)}"
-            ) from error
+            raise CheckpointError(rank_sentence(self.what, error)) from error
 
     def publish(self, checksums: Sequence[Checksums]) -> None:
         """Write the index, make all of it durable, and give it its name; for rank 0.
@@ -209,7 +208,7 @@ class Save:
             write_index(index, self.header, self.tensors, self.plan, by_tensor)
             fmt.sync(self.temp)
             publish.publish(self.temp, self.path, self.header.save_id)
-        except HDF5_ERRORS as error:
+        except (MemoryError, *HDF5_ERRORS) as error:
             raise CheckpointError(sentence(self.what, error)) from error
 
     def discard(self) -> None:
@@ -254,10 +253,14 @@ def begin(
         header = _header(step, seed, position, optimizer, extra)
         named = state_of(model, optimizer)
         described = [_describe(name, tensor) for name, tensor in named.items()]
-        return _new_path(path), header, named, described, Levels(compression)
+        levels = Levels(compression)
+        levels.check(named)
+        return _new_path(path), header, named, described, levels
 
     pending.finish()
-    new, header, named, described, levels = on_all_ranks(prepare)
+    new, header, named, described, levels = on_all_ranks(
+        f"save the checkpoint {path}", prepare
+    )
     everyone = world()
     told = everyone.all_gather_object((digest_of(described), publish.new_save_id()))
     refuse_disagreement("save", [theirs for theirs, _ in told])

@@ -104,7 +104,7 @@ def joined(source: str | Path) -> tuple[Bytes, int]:
     for path in text_files(source):
         try:
             pieces.append(path.read_bytes())
-        except OSError as error:
+        except (OSError, MemoryError) as error:
             raise DataError(f"cannot read {_shown(path)}: {reason(error)}") from error
     size = sum(map(len, pieces))
     if size == 0:
@@ -113,7 +113,10 @@ def joined(source: str | Path) -> tuple[Bytes, int]:
             f"{place_of(path if alone else source)} is empty"
             f"{'' if alone else f', all {len(pieces)} files of it'}; give a text"
         )
-    text = b"".join(piece + SEPARATOR for piece in pieces)
+    try:
+        text = b"".join(piece + SEPARATOR for piece in pieces)
+    except MemoryError as error:
+        raise DataError(f"cannot read {place_of(source)}: {reason(error)}") from error
     return np.frombuffer(text, dtype=np.uint8), size
 
 

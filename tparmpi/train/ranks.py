@@ -8,7 +8,7 @@ from typing import TypeVar
 import numpy as np
 
 from tparmpi import comm
-from tparmpi.errors import TparmpiError
+from tparmpi.errors import TparmpiError, reason
 from tparmpi.train.signals import StopSignals
 
 Result = TypeVar("Result")
@@ -23,7 +23,7 @@ def from_rank_zero(function: Callable[[], Result]) -> Result:
     Raises
     ------
     TparmpiError
-        On every rank, where `function` raised it on rank 0.
+        On every rank, where `function` raised it on rank 0 or found no memory there.
     """
     world = comm.world()
     outcome: tuple[bool, Result | TparmpiError] | None = None
@@ -32,6 +32,8 @@ def from_rank_zero(function: Callable[[], Result]) -> Result:
             outcome = True, function()
         except TparmpiError as error:
             outcome = False, error
+        except MemoryError as error:
+            outcome = False, TparmpiError(f"rank 0 is {reason(error)}")
     worked, result = world.broadcast_object(outcome)
     if not worked:
         raise result
