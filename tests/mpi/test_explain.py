@@ -72,11 +72,11 @@ def test_sequence_parallel_and_fully_sharded():
     )
     up = found["blocks.0.mlp.up"]
     assert up.forward.count("all_gather", "dp") == up.forward.count() == 1
-    # The weight once more, and the positions, which are kept split.
+    # The weight once more, and the tokens, which are kept split.
     assert up.backward.count("all_gather", "dp") == 1
     assert up.backward.count("all_gather", "tp") == 1
     assert found["blocks.0.mlp"].inputs == ("dp=Shard(0)",)
-    assert found["blocks.0.mlp_norm"].inputs == ("dp=Shard(0) tp=Shard(1)",)
+    assert found["blocks.0.mlp_norm"].inputs == ("dp=Shard(0) tp=Shard(0)",)
     assert found["blocks.0.mlp_norm"].backward.count("reduce_scatter", "tp") == 1
     assert found["(loss)"].forward.count("all_reduce", "tp") == 2
     # Its gradient is scattered when it is complete, those of biases come last.

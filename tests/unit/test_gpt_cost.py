@@ -44,6 +44,19 @@ def test_activations_of_a_part():
     assert whole.activation_bytes(3, 8) == 15 * (8 * numbers + more) + 2 * weights
 
 
+def test_activations_of_split_tokens():
+    whole, split = (
+        GPTPart(CONFIG, 2, members=2, member=1, sequence=sequence)
+        for sequence in (False, True)
+    )
+    # Of the inputs and outputs of five norms, and the two numbers a row of each.
+    stream = 4 * (2 * (4 * 12 + 4) + 2 * 12 + 2)
+    # Half of four rows; two of five positions where three rows cannot be halved.
+    for rows, tokens in ((4, 2 * 5), (3, 3 * 2)):
+        saved = (rows * 5 - tokens) * stream
+        assert whole.activation_bytes(rows) - split.activation_bytes(rows) == saved
+
+
 @pytest.mark.parametrize("band", [(None, 0), (None, None), (-3, 2), (None, -2)])
 @pytest.mark.parametrize("length", [3, 50, 300])
 def test_weights_that_attention_keeps(length, band):

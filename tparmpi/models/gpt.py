@@ -25,9 +25,10 @@ from tparmpi.nn import (
 )
 from tparmpi.nn.splitting import (
     axis_number,
-    gather_positions,
+    gather_tokens,
     layout_over,
-    scatter_positions,
+    placement_over,
+    scatter_tokens,
     with_placement,
 )
 from tparmpi.ops import einsum
@@ -143,7 +144,7 @@ class GPTInput(Module):
             tokens = with_placement(tokens, self.layout.context_axis, Shard(1))
         x = self.tokens(tokens)
         if self.layout.sequence:
-            x = scatter_positions(x, self.layout.axis)
+            x = scatter_tokens(x, self.layout.axis)
         return self.dropout(x + positions)
 
 
@@ -199,11 +200,12 @@ class GPTBlock(Module):
     def _inner(self, half: Module, x: Tensor) -> Tensor:
         """Return what a half adds to the residual, pending or finished."""
         layout = self.layout
+        split = placement_over(x, layout.axis)
         if layout.sequence:
-            x = gather_positions(x, layout.axis)
+            x = gather_tokens(x, layout.axis)
         y: Tensor = half(x)
         if layout.sequence:
-            y = scatter_positions(y, layout.axis)
+            y = with_placement(y, layout.axis, split)
         if layout.other_axis is not None and layout.other_axis in y.device.axes:
             # The sum first, while the width is split: it is the smaller array.
             if not layout.sequence:
@@ -248,7 +250,7 @@ class GPTOutput(Module):
         """Return the logits (B, T, V) for `x` (B, T, D), split as the weight is."""
         x = self.norm(x)
         if self.layout.sequence:
-            x = gather_positions(x, self.layout.axis)
+            x = gather_tokens(x, self.layout.axis)
         return einsum("btd,vd->btv", x, self.weight.gathered())
 
 

@@ -39,6 +39,9 @@ class GPTPart:
         Whether those layers are among its.
     members, member
         Over how many ranks the layers are split, and which one this is.
+    sequence
+        Whether norms and residuals have their tokens split over those ranks too; see
+        `GPTLayout.sequence`.
     """
 
     config: GPTConfig
@@ -47,6 +50,7 @@ class GPTPart:
     has_output: bool = True
     members: int = 1
     member: int = 0
+    sequence: bool = False
 
     def maps(self) -> Iterator[tuple[int, int]]:
         """Yield the (inputs, outputs) of each linear map, those of attention included.
@@ -94,6 +98,8 @@ class GPTPart:
         - output: the norm's input and its output (2 D), its two numbers a row, and the
           own part of the logits (V / n), the targets, and the largest logit and the sum
           of each row.
+
+        What norms read and write is kept of the own tokens, if `sequence` splits them.
         """
         tokens = rows * self.config.seq_len
         config, width = self.config, self.config.d_model
@@ -101,15 +107,27 @@ class GPTPart:
         assert config.d_ff is not None
         split = 4 * heads * (width // config.n_head) + 2 * heads
         split += 2 * self._own(config.d_ff)
-        numbers = self.blocks * (4 * width + 4 + split)
+        stream = self.blocks * (4 * width + 4)
+        numbers = self.blocks * split
         indices = int(self.has_input)
         if self.has_output:
-            numbers += 2 * width + 2 + self._own(config.vocab_size) + 2
+            stream += 2 * width + 2
+            numbers += self._own(config.vocab_size) + 2
             indices += 1
         weights = kept_bytes(
             rows, config.seq_len, config.seq_len, heads, itemsize, (None, 0)
         )
-        return tokens * (numbers * itemsize + indices * 8) + self.blocks * weights
+        numbers = tokens * numbers + self._own_tokens(rows) * stream
+        return numbers * itemsize + tokens * indices * 8 + self.blocks * weights
+
+    def _own_tokens(self, rows: int) -> int:
+        """Tokens of so many rows that norms and residuals have on this rank."""
+        length = self.config.seq_len
+        if not self.sequence:
+            return rows * length
+        if rows % self.members:
+            return rows * self._own(length)
+        return rows // self.members * length
 
     def _own(self, size: int) -> int:
         return chunk_sizes(size, self.members)[self.member]

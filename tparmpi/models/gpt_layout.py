@@ -18,15 +18,16 @@ output.norm           (D,)             -           whole; its gradient all_reduc
 output.weight         (V, D)           V           logits split by vocabulary
 ====================  ===============  ==========  =====================================
 
-With ``sequence``, all that is elementwise lies in positions instead of whole:
+With ``sequence``, all that is elementwise lies in tokens instead of whole: in rows, B,
+where each member gets as many, otherwise in positions, T:
 
 ====================  =====================================
 between layers        what flows
 ====================  =====================================
-input.tokens          pending sum, reduce_scattered by T
-norms, dropout, +     split by T; the norms' gradients pending
+input.tokens          pending sum, reduce_scattered by B or T
+norms, dropout, +     split so; the norms' gradients pending
 into attn and mlp     all_gathered (q, k and v share one), kept as the shard
-out of attn and mlp   pending sum, reduce_scattered by T
+out of attn and mlp   pending sum, reduce_scattered by B or T
 into output.weight    all_gathered, kept as the shard
 ====================  =====================================
 
@@ -62,7 +63,8 @@ class GPTLayout:
         Name of another axis of the mesh, which splits the width D of the weights of
         attention and MLP too (2-D tensor parallelism).
     sequence
-        Whether norms, dropout and residuals have their positions split over the axis.
+        Whether norms, dropout and residuals have their tokens split over the axis; see
+        `tparmpi.nn.splitting.scatter_tokens`.
     context_axis
         Name of the axis of the mesh that positions are split over from end to end; all
         weights are whole along it.

@@ -62,6 +62,12 @@ def layout_over(
     return tuple(layout)
 
 
+def placement_over(x: Tensor, axis: str) -> Placement:
+    """Return how `x` lies over the axis split over; whole without it. Local."""
+    number = axis_number(x.device, axis)
+    return REPLICATE if number is None else x.layout[number]
+
+
 def with_placement(
     x: Tensor, axis: str, placement: Placement, *, regather: bool = False
 ) -> Tensor:
@@ -77,18 +83,30 @@ def with_placement(
     return x.with_sharding(layout, allow_empty=True, regather=regather)
 
 
-def scatter_positions(x: Tensor, axis: str) -> Tensor:
-    """Return `x` (B, T, ...) with its positions split over `axis`.
+def scatter_tokens(x: Tensor, axis: str) -> Tensor:
+    """Return `x` (B, T, ...) with its tokens split over `axis`.
 
     Collective over the axis: a reduce_scatter where `x` is a pending sum there, nothing
-    where it is whole. With `gather_positions` this is sequence parallelism, Korthikanti
-    et al., "Reducing Activation Recomputation in Large Transformer Models" (2022).
+    where it is whole. Split are the rows, where each member gets as many: their blocks
+    are contiguous, so that nothing is packed; the positions otherwise. With
+    `gather_tokens` this is sequence parallelism, Korthikanti et al., "Reducing
+    Activation Recomputation in Large Transformer Models" (2022).
     """
-    return with_placement(x, axis, Shard(1))
+    number = axis_number(x.device, axis)
+    if number is None:
+        return x
+    parts, nested = x.device.shape[number], True
+    for other, placement in enumerate(x.layout):
+        if placement == Shard(0) and other != number:
+            parts *= x.device.shape[other]
+            # Rows that a later axis splits would have to be gathered first.
+            nested &= other < number
+    rows = nested and x.shape[0] % parts == 0
+    return with_placement(x, axis, Shard(0 if rows else 1))
 
 
-def gather_positions(x: Tensor, axis: str) -> Tensor:
-    """Return `x` (B, T, ...) with all its positions on each member along `axis`.
+def gather_tokens(x: Tensor, axis: str) -> Tensor:
+    """Return `x` (B, T, ...) with all its tokens on each member along `axis`.
 
     Collective over the axis: an all_gather, of which the tape keeps the shard; all
     layers that read the result share one more in the backward pass.

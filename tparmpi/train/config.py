@@ -158,7 +158,7 @@ class ParallelSection:
     )
     sequence: bool = _key(
         False,
-        "tp ranks split norms, dropout and residuals by positions",
+        "tp ranks split norms, dropout and residuals by tokens",
         resume=FREE,
     )
     fully_sharded: bool = _key(

@@ -14,7 +14,7 @@ import numpy as np
 import tparmpi as tpm
 from tparmpi import comm
 from tparmpi.comm import Place
-from tparmpi.models import GPT, GPTConfig
+from tparmpi.models import GPT, GPTConfig, GPTLayout
 from tparmpi.models.gpt_cost import GPTPart
 from tparmpi.optim import AdamW
 from tparmpi.parallel import (
@@ -66,6 +66,8 @@ class Job:
         Sizes of the mesh's axes.
     microbatches, schedule
         See `tparmpi.parallel.Pipeline`.
+    sequence
+        See `GPTLayout.sequence`.
     """
 
     model: GPTConfig
@@ -73,6 +75,7 @@ class Job:
     layout: Layout
     microbatches: int = 1
     schedule: str = "1f1b"
+    sequence: bool = False
 
 
 class Steps:
@@ -101,7 +104,7 @@ class Steps:
         if layout.pp > 1 and not self.costs:
             self.costs = costs.layers(job.model, mine, _microbatch(job, samples), DTYPE)
         self.placement = _placement(stages, self.costs, job.model.n_layer)
-        model = GPT(job.model, self.placement, dtype=DTYPE).initialize(0)
+        model = _model(job, self.placement)
         placed = DistributedLayeredModel(cast(LayerParallelism, model), self.placement)
         self.model, self.placed = model, placed
         self.pipeline = Pipeline(placed, job.schedule, job.microbatches)
@@ -166,7 +169,7 @@ class Forwards:
         layout = job.layout
         mesh = tpm.mesh(pp=layout.pp, dp=layout.dp, tp=layout.tp)
         self.placement = LayerPlacement.even(mesh.split("pp"), job.model.n_layer)
-        model = GPT(job.model, self.placement, dtype=DTYPE).initialize(0)
+        model = _model(job, self.placement)
         self.placed = DistributedLayeredModel(
             cast(LayerParallelism, model), self.placement
         )
@@ -309,6 +312,11 @@ def memory(job: Job, steps: int) -> dict[str, Any]:
     return found | {"ratio": max(peak / formula for peak, formula in pairs)}
 
 
+def _model(job: Job, placement: LayerPlacement) -> GPT:
+    layout = GPTLayout(sequence=job.sequence)
+    return GPT(job.model, placement, layout=layout, dtype=DTYPE).initialize(0)
+
+
 def _samples(job: Job) -> np.ndarray[Any, Any]:
     """Random tokens (batch, seq_len + 1), the same on all ranks."""
     shape = (job.batch, job.model.seq_len + 1)
@@ -352,6 +360,7 @@ def _part(job: Job, placement: LayerPlacement) -> GPTPart:
         has_output=last,
         members=members,
         member=comm.world().rank % members,
+        sequence=job.sequence,
     )
 
 

@@ -33,6 +33,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--pp", type=int, default=1, metavar="N", help="pipeline stages (%(default)s)"
     )
     parser.add_argument(
+        "--sequence",
+        action="store_true",
+        help="the tp ranks split norms and residuals too, by tokens",
+    )
+    parser.add_argument(
         "--batch", type=int, metavar="ROWS", help="of a step; the configuration's"
     )
     parser.add_argument(
@@ -98,6 +103,7 @@ def run(arguments: argparse.Namespace) -> int:
         layout,
         arguments.microbatches or (8 if layout.pp > 1 else 1),
         arguments.schedule,
+        arguments.sequence,
     )
     if job.batch < layout.dp * job.microbatches:
         raise UsageError(
@@ -111,6 +117,7 @@ def run(arguments: argparse.Namespace) -> int:
         "pp": layout.pp,
         "dp": layout.dp,
         "tp": layout.tp,
+        "sequence": job.sequence,
         "batch": job.batch,
         "microbatches": job.microbatches,
         "steps": arguments.steps,
