@@ -42,6 +42,11 @@ def sentence(finished) -> str:
             FAILED,
             ["training this model takes", "bytes on each rank", "model.d_model"],
         ),
+        (
+            ["--set=checkpoint.compression={'weigth' = 9}"],
+            USAGE,
+            ["checkpoint.compression has 'weigth'", "(near: '", "weight"],
+        ),
         (["--data=no_such_file.txt"], FAILED, ["/no_such_file.txt; give a text"]),
         (["--data=*.nothing"], FAILED, ["no file matches", "/*.nothing; "]),
         (["--data=short.txt"], FAILED, ["/short.txt has 9 bytes", "needs 17"]),

@@ -191,7 +191,7 @@ def test_a_pattern_that_matches_no_tensor_is_refused(
     with pytest.raises(CheckpointError) as caught:
         saver.save(path, build(layouts["mesh"], 1), compression=compression)
     (said,) = set(tpm.world().all_gather_object(str(caught.value)))
-    assert f"{pattern!r} matches no tensor" in said
+    assert f"{pattern!r}, which matches no tensor" in said
     assert f"(near: {near!r})" in said
     assert not folder.exists()
 

@@ -69,11 +69,31 @@ def test_every_whole_number_has_a_limit_that_can_be_recorded(name):
     assert KEYS[name].limits.complaint(2**63).startswith("must be at most ")
 
 
-def test_the_written_file_gives_the_same_configuration():
+@pytest.mark.parametrize(
+    "compression", ["gzip", "9", "none", r"{'.*\.[mv]' = 9, 'a b' = 'none'}"]
+)
+def test_the_written_file_gives_the_same_configuration(compression):
     config = sources.resolve(
-        settings=['data.validation=a "b".txt', "train.lr=1e-4", "parallel.tp=3"]
+        settings=[
+            'data.validation=a "b".txt',
+            "train.lr=1e-4",
+            "parallel.tp=3",
+            f"checkpoint.compression={compression}",
+        ]
     )
     assert sources.resolve(toml=sources.to_toml(config)) == config
+
+
+def test_compression_is_one_for_all_or_a_table():
+    table = "[checkpoint.compression]\n'.*norm.*' = \"none\"\n'.*' = 9\n"
+    found = sources.resolve(toml=table).checkpoint.compression
+    assert list(found.items()) == [(".*norm.*", "none"), (".*", 9)]
+    given = {"TPARMPI_CHECKPOINT_COMPRESSION": "{'.*' = 'gzip'}"}
+    found = sources.resolve(toml=table, environment=given).checkpoint.compression
+    assert found == {".*": "gzip"}
+    flat = sources.resolve(toml=table, settings=["checkpoint.compression=1"])
+    assert flat.checkpoint.compression == 1
+    assert sources.resolve().checkpoint.compression == "none"
 
 
 @pytest.mark.parametrize(
@@ -152,6 +172,26 @@ def test_the_written_file_gives_the_same_configuration():
             {"environment": {"TPARMPI_TRAIN_STEPS": "0"}},
             ["train.steps must be at least 1", "TPARMPI_TRAIN_STEPS gives 0"],
         ),
+        (
+            {"settings": ["checkpoint.compression=lzf"]},
+            ["checkpoint.compression must be 'gzip', a level", "--set gives 'lzf'"],
+        ),
+        (
+            {"toml": "[checkpoint.compression]\n'.*' = 10\n"},
+            ["checkpoint.compression must be 'gzip'", "it is 10", "{'.*': 10}"],
+        ),
+        (
+            {"settings": ["checkpoint.compression={'(' = 9}"]},
+            ["checkpoint.compression has '(', which is no regular expression"],
+        ),
+        (
+            {"settings": ["checkpoint.compression={'\udcff' = 9}"]},
+            ["checkpoint.compression must be UTF-8"],
+        ),
+        (
+            {"settings": ["checkpoint.compression=true"]},
+            ["compression must be text or a whole number or a table", "gives True"],
+        ),
         ({"settings": ["train.lr=0"]}, ["train.lr must be more than 0"]),
         ({"settings": ["train.lr=nan"]}, ["train.lr must be a finite number"]),
         ({"settings": ["model.dropout=1"]}, ["model.dropout must be less than 1"]),
@@ -193,6 +233,7 @@ def test_a_resume_may_change_layout_length_and_intervals():
             "train.eval_every": 9,
             "checkpoint.every": 9,
             "checkpoint.keep": 9,
+            "checkpoint.compression": {".*": 9},
             "data.train": "moved.txt",
         }
     )

@@ -29,6 +29,7 @@ from tparmpi.io.untrusted import Refused
 Compression = str | int | Mapping[str, str | int | None] | None
 
 _GZIP = "gzip"
+_NONE = "none"
 _GZIP_LEVEL = 4
 _LEVELS = range(1, 10)
 # What deflate can make of nothing but equal bytes.
@@ -41,7 +42,8 @@ class Levels:
     Raises
     ------
     CheckpointError
-        What was given says nothing of the kind.
+        What was given says nothing of the kind. As of all errors of it, the first word
+        is the argument's name.
     """
 
     def __init__(self, compression: Compression) -> None:
@@ -53,7 +55,8 @@ class Levels:
                 self._levels.append((re.compile(pattern), _level(value)))
             except (re.error, TypeError) as error:
                 raise CheckpointError(
-                    f"compression: {pattern!r} is no regular expression: {error}"
+                    f"compression has {pattern!r}, which is no regular expression: "
+                    f"{error}"
                 ) from error
 
     def of(self, path: str) -> int:
@@ -83,9 +86,9 @@ class Levels:
         for pattern, _ in self._levels:
             if not any(map(pattern.fullmatch, names)):
                 raise CheckpointError(
-                    f"compression: {pattern.pattern!r} matches no tensor's whole name"
-                    f"{_nearest(pattern.pattern, names)}; correct the pattern or leave "
-                    "it out"
+                    f"compression has {pattern.pattern!r}, which matches no tensor's "
+                    f"whole name{_nearest(pattern.pattern, names)}; correct the "
+                    "pattern or leave it out"
                 )
 
 
@@ -101,15 +104,15 @@ def _nearest(pattern: str, names: Collection[str]) -> str:
 
 
 def _level(value: Any) -> int:
-    if value is None:
+    if value is None or value == _NONE:
         return 0
     if value == _GZIP:
         return _GZIP_LEVEL
     if type(value) is int and value in _LEVELS:
         return value
     raise CheckpointError(
-        f"compression must be 'gzip', a level of it from 1 to 9, or None, for all "
-        f"tensors or for each pattern of a mapping; it is {value!r}"
+        "compression must be 'gzip', a level of it from 1 to 9, or 'none', for all "
+        f"tensors or for each pattern of names; it is {value!r}"
     )
 
 

@@ -75,10 +75,10 @@ def save(
     compression : str, int or mapping, optional
         ``"gzip"`` or one of its levels, 1 to 9: tensors are stored as h5py's
         ``compression="gzip", shuffle=True`` stores them. A mapping says so for each
-        pattern of names: the first that matches a tensor's whole counts, ``None``
-        stores it plain, as those are that match none. Names are those of parameters,
-        with dots, and ``….weight.m`` for an optimizer's; a pattern that matches no
-        tensor is refused. Scalars are never compressed.
+        pattern of names: the first that matches a tensor's whole counts, ``"none"`` or
+        None stores it plain, as those are that match none. Names are those of
+        parameters, with dots, and ``….weight.m`` for an optimizer's; a pattern that
+        matches no tensor is refused. Scalars are never compressed.
 
     Returns
     -------

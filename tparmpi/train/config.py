@@ -10,11 +10,11 @@ import dataclasses
 import math
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tparmpi.errors import UsageError
+from tparmpi.errors import CheckpointError, UsageError
 
 ENVIRONMENT_PREFIX = "TPARMPI_"
 
@@ -39,9 +39,10 @@ def _key(
     above: float | None = None,
     below: float | None = None,
     choices: tuple[str, ...] | None = None,
+    refusal: Callable[[Any], str | None] | None = None,
     resume: str = SAME,
 ) -> Any:
-    limits = Limits(at_least, at_most, above, below, choices)
+    limits = Limits(at_least, at_most, above, below, choices, refusal)
     metadata = {"about": about, "limits": limits, "resume": resume}
     return dataclasses.field(default=default, metadata=metadata)
 
@@ -55,13 +56,19 @@ class Limits:
     above: float | None = None
     below: float | None = None
     choices: tuple[str, ...] | None = None
+    refusal: Callable[[Any], str | None] | None = None
+    """What is wrong with a value, where it takes more to say so."""
 
     def complaint(self, value: Any) -> str | None:
         """What is wrong with `value`, as the end of a sentence, or None. Local."""
         if isinstance(value, float) and not math.isfinite(value):
             return "must be a finite number"
-        if isinstance(value, str) and (wrong := _complaint_about_text(value)):
-            return wrong
+        texts = [value] if isinstance(value, str) else value
+        for text in texts if isinstance(texts, list | dict) else ():
+            if wrong := _complaint_about_text(text):
+                return wrong
+        if self.refusal is not None:
+            return self.refusal(value)
         if self.choices is not None and value not in self.choices:
             return f"must be one of {', '.join(self.choices)}"
         if self.at_least is not None and value < self.at_least:
@@ -86,6 +93,17 @@ def _complaint_about_text(text: str) -> str | None:
         text.encode()
     except UnicodeEncodeError:
         return "must be UTF-8, so that it can be recorded: give it another name"
+    return None
+
+
+def _complaint_about_compression(value: Any) -> str | None:
+    # The command's help, and most runs, do without this room.
+    from tparmpi.io.chunked import Levels
+
+    try:
+        Levels(value)
+    except CheckpointError as error:
+        return str(error).removeprefix("compression ")
     return None
 
 
@@ -233,6 +251,12 @@ class CheckpointSection:
         "go on training while a copy of the state is written",
         resume=FREE,
     )
+    compression: str | int | Mapping[str, str | int] = _key(
+        "none",
+        "gzip, a level of it from 1 to 9, or none; or a table of these by patterns",
+        refusal=_complaint_about_compression,
+        resume=FREE,
+    )
 
 
 @dataclass(frozen=True)
@@ -286,12 +310,17 @@ class Key:
 
     section: str
     key: str
-    type: type
+    types: tuple[type, ...]
     optional: bool
     default: Any
     about: str
     limits: Limits
     resume: str
+
+    @property
+    def type(self) -> type:
+        """The type of its values, the first where it takes several."""
+        return self.types[0]
 
     @property
     def name(self) -> str:
@@ -309,15 +338,23 @@ def _keys() -> Iterator[Key]:
         hints = typing.get_type_hints(section_type)
         for field in dataclasses.fields(section_type):
             hint = hints[field.name]
-            optional = isinstance(hint, types.UnionType)
+            several = isinstance(hint, types.UnionType)
+            hinted = typing.get_args(hint) if several else (hint,)
+            found = tuple(map(_plain, hinted))
             yield Key(
                 section,
                 field.name,
-                typing.get_args(hint)[0] if optional else hint,
-                optional,
+                tuple(kind for kind in found if kind is not types.NoneType),
+                types.NoneType in found,
                 field.default,
                 **field.metadata,
             )
+
+
+def _plain(hint: Any) -> type:
+    """The type that TOML gives to what is hinted so."""
+    found: type = dict if typing.get_origin(hint) is Mapping else hint
+    return found
 
 
 KEYS: Mapping[str, Key] = {key.name: key for key in _keys()}

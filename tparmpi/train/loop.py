@@ -34,7 +34,7 @@ from tparmpi.train.newest import load_newest
 from tparmpi.train.progress import Reporter, reporter
 from tparmpi.train.ranks import Boundary, from_rank_zero
 from tparmpi.train.run_folder import RunFolder
-from tparmpi.train.saves import Saves
+from tparmpi.train.saves import Saves, check_compression
 from tparmpi.train.signals import StopSignals
 
 VALIDATION_TOKENS = 1 << 16
@@ -171,6 +171,7 @@ class Training:
                 config.train.lr,
                 weight_decay=config.train.weight_decay,
             )
+        check_compression(config.checkpoint, self._model, self._optimizer)
         self._data = TextData(
             config.data.train, config.model.seq_len, config.data.validation
         )

@@ -8,14 +8,32 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from tparmpi.errors import CheckpointError
+from tparmpi.errors import CheckpointError, UsageError
 from tparmpi.io import checkpoint
+from tparmpi.io.chunked import Levels
+from tparmpi.io.state import state_of
 from tparmpi.nn import Module
 from tparmpi.optim import Optimizer
 from tparmpi.train.config import CheckpointSection
 
 VALIDATION_LOSS = "val_loss"
 """The entry of a checkpoint's ``extra`` for the validation loss of its step."""
+
+
+def check_compression(
+    config: CheckpointSection, model: Module, optimizer: Optimizer
+) -> None:
+    """Refuse what no save of these could be compressed by. Local.
+
+    Raises
+    ------
+    UsageError
+        A pattern matches no tensor; alike on all ranks.
+    """
+    try:
+        Levels(config.compression).check(state_of(model, optimizer))
+    except CheckpointError as error:
+        raise UsageError(f"checkpoint.{error}") from error
 
 
 class Saves:
@@ -94,6 +112,7 @@ class Saves:
                 seed=seed,
                 position=position,
                 extra=extra,
+                compression=self._config.compression,
             )
         self.step = step
         if not in_background:

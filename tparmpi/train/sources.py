@@ -37,7 +37,13 @@ _ELSEWHERE = frozenset(
 _INTERNAL = frozenset({"TPARMPI_RANK_PROCESS"})
 """Variables that the package sets for its own children."""
 
-_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+_WORDS = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "text",
+    dict: "a table",
+}
 
 
 def resolve(
@@ -188,15 +194,16 @@ def _typed(key: Key, value: Any, source: str) -> Any:
     """A value that TOML already gave a type."""
     if key.type is float and type(value) is int:
         return float(value)
-    if type(value) is not key.type:
-        raise UsageError(
-            f"{key.name} must be {_WORDS[key.type]}, {source} gives {value!r}"
-        )
+    if type(value) not in key.types:
+        kinds = " or ".join(_WORDS[kind] for kind in key.types)
+        raise UsageError(f"{key.name} must be {kinds}, {source} gives {value!r}")
     return value
 
 
 def _parsed(key: Key, text: str, source: str) -> Any:
     """A value given as text."""
+    if len(key.types) > 1:
+        return _typed(key, _toml_value(text), source)
     try:
         if key.type is bool:
             return {"true": True, "false": False}[text.lower()]
@@ -205,3 +212,11 @@ def _parsed(key: Key, text: str, source: str) -> Any:
         raise UsageError(
             f"{key.name} must be {_WORDS[key.type]}, {source} gives {text!r}"
         ) from error
+
+
+def _toml_value(text: str) -> Any:
+    """What the text is in a TOML file; text, where it is nothing there."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except (ValueError, RecursionError):
+        return text

@@ -22,8 +22,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--compression",
-        choices=("gzip",),
-        help="compress every tensor; without it none is",
+        type=lambda text: int(text) if text.isdecimal() else text,
+        choices=("gzip", *range(1, 10)),
+        help="compress every tensor, gzip being its level 4; without it none is",
     )
 
 
