@@ -43,11 +43,37 @@ def test_ratios_of_a_peer(tmp_path):
     assert {row["part"] for row in found["rows"]} == {"tensor"}
 
 
-def test_a_peer_that_fails_is_shown(tmp_path):
-    job = compare(tmp_path, "raise SystemExit('no such library')")
+def test_a_peer_that_fails_is_shown_and_what_there_is_is_printed(tmp_path):
+    job = compare(tmp_path, "raise SystemExit('no such library')", "--json")
     assert job.code == 1
     assert "no such library" in job.err
+    assert "bench: no round gave tokens/s of tp=2 over the peer's; peak" in job.err
     assert "Traceback" not in job.err
+    speed, products, memory = json.loads(job.out)["rows"]
+    assert [row["rounds"] for row in (speed, products, memory)] == [0, 1, 0]
+    assert speed["median"] is None
+    assert products["median"] > 0
+
+
+def test_a_round_whose_peer_aborts_is_left_out(tmp_path):
+    once = (
+        "import os, pathlib, sys\n"
+        "if not os.path.exists('begun') and os.environ['RANK'] == '1':\n"
+        "    pathlib.Path('begun').touch()\n"
+        "    print('terminate called', file=sys.stderr, flush=True)\n"
+        "    os.abort()\n"
+    )
+    job = compare(tmp_path, once + PEER, "--json", "--rounds=2")
+    assert job.code == 0, job.err
+    assert "round 1: the job 'peer, tp=2' failed and is left out" in job.err
+    assert "SIGABRT" in job.err
+    assert "\nterminate called\n" in job.err
+    found = json.loads(job.out)
+    assert [row["rounds"] for row in found["rows"]] == [1, 2, 1]
+    first, second = found["jobs"]["peer, tp=2"]
+    assert first is None
+    assert second["s_per_step"] == 1e3
+    assert [(f["round"], f["job"]) for f in found["failures"]] == [(1, "peer, tp=2")]
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,21 @@ def test_a_peer_that_hangs_is_ended(tmp_path):
     assert processes_with(str(program)) == []
 
 
+def test_a_peer_of_one_that_aborts_is_not_waited_for(tmp_path):
+    program = tmp_path / "peer.py"
+    program.write_text(
+        "import os, sys, time\n"
+        "if os.environ['RANK'] == '1':\n"
+        "    print('the other side is gone', file=sys.stderr, flush=True)\n"
+        "    os.abort()\n"
+        "time.sleep(600)\n"
+    )
+    words = r"SIGABRT of .*peer\.py:\nthe other side is gone$"
+    with pytest.raises(jobs.JobError, match=words):
+        jobs.peer(sys.executable, program, 2, [], 60.0)
+    assert processes_with(str(program)) == []
+
+
 def test_a_peer_gets_its_place_and_nothing_of_ours(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     program = tmp_path / "peer.py"
@@ -59,12 +74,14 @@ def test_a_peer_gets_its_place_and_nothing_of_ours(tmp_path, monkeypatch):
 def test_a_peer_that_fails_is_shown(tmp_path, text, words):
     program = tmp_path / "peer.py"
     program.write_text(text)
-    with pytest.raises(TparmpiError, match=words):
+    with pytest.raises(jobs.JobError, match=words):
         jobs.peer(sys.executable, program, 1, [], 60.0)
 
 
 def test_what_cannot_be_started(tmp_path):
-    with pytest.raises(TparmpiError, match="no-python: No such file"):
+    with pytest.raises(TparmpiError, match="no-python: No such file") as caught:
         jobs.peer(str(tmp_path / "no-python"), tmp_path / "peer.py", 1, [], 60.0)
+    # No other try will find it.
+    assert not isinstance(caught.value, jobs.JobError)
     with pytest.raises(UsageError, match="no no-mpirun; name the launcher"):
         jobs.launcher("no-mpirun")

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tparmpi.cli.bench import jobs
-from tparmpi.errors import UsageError
+from tparmpi.errors import TparmpiError, UsageError
 
 SUMMARY = "measure steps of training beside PyTorch's, in turns"
 
@@ -33,7 +35,7 @@ _PEERS: Mapping[str, tuple[int, tuple[str, ...]]] = {
 }
 
 Reports = Mapping[str, Mapping[str, Any]]
-"""What the jobs of one round said, by name."""
+"""What the jobs of one round said, by name; nothing of those that failed."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,10 @@ class Row:
     needs: tuple[str, ...]
     value: Callable[[Reports], float]
     bars: Mapping[str, tuple[float, float]]
+
+
+_SPREAD = ("least", "median", "most")
+"""What is said of the rounds' ratios."""
 
 
 def _faster(ours: str, theirs: str) -> Callable[[Reports], float]:
@@ -229,22 +235,43 @@ def run(arguments: argparse.Namespace) -> int:
     names = dict.fromkeys(name for row in rows for name in row.needs)
     start = _starter(arguments)
     rounds: list[dict[str, Any]] = []
+    failures: list[dict[str, Any]] = []
     for number in range(arguments.rounds):
         # Every other round the other way around, so that nobody is always the first.
         order = list(names)[:: 1 if number % 2 == 0 else -1]
-        rounds.append({name: start(name) for name in order})
+        rounds.append({})
+        for name in order:
+            try:
+                rounds[-1][name] = start(name)
+            except jobs.JobError as error:
+                failures.append({"round": number + 1, "job": name, "why": str(error)})
+                _tell(failures[-1])
     report = {
         "config": arguments.config,
         "rounds": arguments.rounds,
         "steps": arguments.steps,
         "rows": [_entry(row, rounds, arguments.config) for row in rows],
-        "jobs": {name: [said[name] for said in rounds] for name in names},
+        "jobs": {name: [said.get(name) for said in rounds] for name in names},
+        "failures": failures,
     }
     if arguments.json:
         print(json.dumps(report), flush=True)
     else:
         _show(report)
+    missing = [row["what"] for row in report["rows"] if not row["rounds"]]
+    if missing:
+        raise TparmpiError(f"bench: no round gave {'; '.join(missing)}")
     return 0
+
+
+def _tell(failure: Mapping[str, Any]) -> None:
+    """Say at once what failed: rounds take minutes."""
+    print(
+        f"round {failure['round']}: the job '{failure['job']}' failed and is left out: "
+        f"{failure['why']}",
+        file=sys.stderr,
+        flush=True,
+    )
 
 
 def _parts() -> list[str]:
@@ -302,15 +329,16 @@ def _starter(arguments: argparse.Namespace) -> Callable[[str], Any]:
 
 
 def _entry(row: Row, rounds: Sequence[Reports], config: str) -> dict[str, Any]:
-    values = sorted(row.value(said) for said in rounds)
-    median = (values[(len(values) - 1) // 2] + values[len(values) // 2]) / 2
+    whole = [said for said in rounds if said.keys() >= set(row.needs)]
+    values = sorted(row.value(said) for said in whole)
+    found = (values[0], statistics.median(values), values[-1]) if values else ()
     bar, goal = row.bars.get(config, (None, None))
     return {
         "part": row.part,
         "what": row.what,
-        "least": round(values[0], 4),
-        "median": round(median, 4),
-        "most": round(values[-1], 4),
+        "rounds": len(values),
+        **dict.fromkeys(_SPREAD),
+        **{name: round(n, 4) for name, n in zip(_SPREAD, found, strict=False)},
         "bar": bar,
         "goal": goal,
     }
@@ -325,19 +353,20 @@ def _show(report: dict[str, Any]) -> None:
         f"{report['config']}, {report['rounds']} rounds of {report['steps']} steps; "
         "more is better"
     )
+    names = (*_SPREAD, "bar", "goal")
     table = Table("what", title=title, box=SIMPLE_HEAD)
-    for name in ("least", "median", "most", "bar", "goal"):
+    for name in ("rounds", *names):
         table.add_column(name, justify="right")
     for row in report["rows"]:
-        figures = (row[key] for key in ("least", "median", "most", "bar", "goal"))
-        table.add_row(row["what"], *("-" if n is None else f"{n:.2f}" for n in figures))
+        figures = ("-" if row[name] is None else f"{row[name]:.2f}" for name in names)
+        table.add_row(row["what"], str(row["rounds"]), *figures)
     console = Console()
     console.print(table)
     table = Table("job", box=SIMPLE_HEAD)
     for name in ("s/step", "tokens/s", "MB"):
         table.add_column(name, justify="right")
     for name, reports in report["jobs"].items():
-        timed = [said for said in reports if "s_per_step" in said]
+        timed = [said for said in reports if said and "s_per_step" in said]
         if timed:
             best = min(timed, key=lambda said: said["s_per_step"])
             table.add_row(

@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
@@ -20,6 +21,11 @@ from tparmpi.errors import TparmpiError, UsageError
 
 _PATIENCE = 5.0
 _SHOWN = 2000
+_LOOK_S = 0.05
+
+
+class JobError(TparmpiError):
+    """A job that began came to no result; another try may."""
 
 
 def launcher(given: str | None) -> str:
@@ -46,7 +52,7 @@ def ours(mpirun: str, ranks: int, arguments: Sequence[str], limit: float) -> Any
 
     Raises
     ------
-    TparmpiError
+    JobError
         If it fails or takes too long.
     """
     program = [sys.executable, "-m", "tparmpi", *arguments, "--json"]
@@ -63,8 +69,10 @@ def peer(
 
     Raises
     ------
-    TparmpiError
+    JobError
         If one fails or takes too long.
+    TparmpiError
+        If there is no such program as `python`.
     """
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
@@ -88,7 +96,7 @@ def _result(
     """The last line that the first of some processes prints, read as JSON."""
     end = time.monotonic() + limit
     with contextlib.ExitStack() as stack:
-        started = []
+        started: list[_Child] = []
         for command, variables in zip(commands, environments, strict=True):
             # Files, not pipes: nobody reads while several run.
             out, err = (
@@ -106,34 +114,56 @@ def _result(
             except OSError as error:
                 raise TparmpiError(f"bench: {command[0]}: {error.strerror}") from error
             stack.callback(_end, process)
-            started.append((process, err, command))
-            if len(started) == 1:
-                answer = out
-        for process, err, command in started:
-            try:
-                code = process.wait(max(0.0, end - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                raise TparmpiError(
-                    f"bench: not done after {limit:.0f} s: {' '.join(command)}; give "
-                    "it more time with --limit"
-                ) from None
-            if code:
-                raise TparmpiError(
-                    f"bench: exit code {code} of {' '.join(command)}:\n{_tail(err)}"
-                )
-        answer.seek(0)
-        lines = answer.read().splitlines()
+            started.append(_Child(process, command, out, err))
+        _wait(started, end, limit)
+        text = started[0].text(out=True)
     try:
-        return json.loads(lines[-1])
+        return json.loads(text.splitlines()[-1])
     except (IndexError, ValueError):
-        raise TparmpiError(
+        raise JobError(
             f"bench: the last line is no JSON: {' '.join(commands[0])}"
         ) from None
 
 
-def _tail(stream: IO[str]) -> str:
-    stream.seek(0)
-    return stream.read()[-_SHOWN:]
+@dataclass(frozen=True)
+class _Child:
+    process: subprocess.Popen[bytes]
+    command: Sequence[str]
+    out: IO[str]
+    err: IO[str]
+
+    def text(self, *, out: bool) -> str:
+        """What it printed, or complained about."""
+        stream = self.out if out else self.err
+        stream.seek(0)
+        return stream.read()
+
+    def failure(self) -> str | None:
+        """How it ended and what it said last, if it ended and has failed."""
+        code = self.process.poll()
+        if not code:
+            return None
+        how = f"exit code {code}" if code > 0 else signal.Signals(-code).name
+        said = self.text(out=False) or self.text(out=True)
+        return f"bench: {how} of {' '.join(self.command)}:\n{said[-_SHOWN:].rstrip()}"
+
+
+def _wait(children: Sequence[_Child], end: float, limit: float) -> None:
+    """Wait for all; where one has failed, those that wait for it are not waited for."""
+    while True:
+        left = [child for child in children if child.process.poll() is None]
+        for child in children:
+            if failure := child.failure():
+                raise JobError(failure)
+        if not left:
+            return
+        if time.monotonic() > end:
+            raise JobError(
+                f"bench: not done after {limit:.0f} s: {' '.join(left[0].command)}; "
+                "give it more time with --limit"
+            )
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            left[0].process.wait(_LOOK_S)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
