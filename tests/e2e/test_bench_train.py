@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,26 @@ import pytest
 from tests.e2e.launch import run, tparmpi
 
 LIMIT = 60.0
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "performance.md"
+# By what the page says of a field, in which kinds of runs it is there.
+THERE = {
+    "always": {"steps", "stages", "forwards", "memory"},
+    "times": {"steps", "stages", "forwards"},
+    "training": {"steps", "stages"},
+    "stages": {"stages"},
+    "memory": {"memory"},
+}
+
+
+def documented(kind: str) -> list[str]:
+    """The fields that the page says a kind of run prints, in their order."""
+    rows = re.findall(
+        rf"^\| (`.*`) \| ({'|'.join(THERE)}) \|", PAGE.read_text(), re.MULTILINE
+    )
+    there = [fields for fields, when in rows if kind in THERE[when]]
+    return [name for fields in there for name in re.findall(r"`(\w+)`", fields)]
 
 
 def measured(folder: Path, ranks: int, *arguments: str) -> dict:
@@ -36,13 +57,14 @@ def test_a_step_beside_its_products(tmp_path):
     assert found["communication_calls"] > 0
     assert len(found["peak_rss_bytes"]) == 2
     assert 0 < found["loss"] < 6
+    assert list(found) == documented("steps")
 
 
 def test_forwards_make_a_third_of_the_products(tmp_path):
     found = measured(tmp_path, 1, "--forward")
     flops = 2 * 8 * 32 * (3 * 12 * 48**2 + 48 * 256)
     assert found["gemm_gflops"] * found["gemm_s"] * 1e9 == pytest.approx(flops)
-    assert "loss" not in found
+    assert list(found) == documented("forwards")
     assert found["communication_calls"] == 0
 
 
@@ -53,6 +75,15 @@ def test_stages_beside_the_simulated_schedule(tmp_path):
     assert len(found["layer_costs"]) == 3
     wanted = found["pipeline_expected_s"] / found["pipeline_s"]
     assert found["pipeline_ratio"] == pytest.approx(wanted)
+    assert list(found) == documented("stages")
+
+
+def test_memory_beside_the_formula(tmp_path):
+    found = measured(tmp_path, 1, "--memory")
+    assert list(found) == documented("memory")
+    assert 0 < found["kept_bytes"][0] < found["array_bytes"][0]
+    (wanted,) = (found["array_bytes"][0] / n for n in found["formula_bytes"])
+    assert found["ratio"] == pytest.approx(wanted)
 
 
 @pytest.mark.parametrize(
