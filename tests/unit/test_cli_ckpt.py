@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 
 from tests.io_samples import SAVE_ID, samples, unique, write
+from tparmpi.cli.ckpt import diff
 from tparmpi.io import format as fmt
 
 
@@ -177,6 +179,38 @@ def test_diff_says_how_two_differ(run, tmp_path):
     same = ckpt("diff", run, steps[1])
     assert same.returncode == 0
     assert same.stdout == f"{len(samples()) + 1} tensors equal\n"
+
+
+WEIGHTS = ("model/a/weight", "model/b/weight")
+M, V = (tuple(f"optimizer/{part}/weight/{moment}" for part in "abc") for moment in "mv")
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "lines"),
+    [
+        ((*WEIGHTS, *M, *V), WEIGHTS, ["only in A: optimizer, 2 x 3 tensors (m, v)"]),
+        (M + V, M, ["only in A: optimizer, 3 tensors (v)"]),
+        (M + V[:2], WEIGHTS[:1], ["A: optimizer, 5 tensors (m, v)", "B: model/a"]),
+        (WEIGHTS + M, M, ["only in A: model, 2 tensors"]),
+        # What the other has some of is named one by one.
+        (WEIGHTS + M, WEIGHTS[:1] + M[:1], [WEIGHTS[1], *M[1:]]),
+        (M[:1] + V[:1], (), [M[0], V[0]]),
+        (V, M, ["A: optimizer, 3 tensors (v)", "B: optimizer, 3 tensors (m)"]),
+    ],
+)
+def test_diff_names_kinds_that_one_lacks_in_a_line(tmp_path, first, second, lines):
+    folders = [
+        write(tmp_path / name, {path: unique((2,), np.int8) for path in names})
+        for name, names in (("A", first), ("B", second))
+    ]
+    arguments = argparse.Namespace(first=folders[0], second=folders[1])
+    code, found, facts = diff.run(arguments)
+    missing = [line for line in found if line.startswith("only in ")]
+    expected = set(first) ^ set(second)
+    assert (code, {*facts["only_first"], *facts["only_second"]}) == (1, expected)
+    assert len(missing) == len(lines)
+    for line, words in zip(missing, lines, strict=True):
+        assert words in line.replace(f"{tmp_path}/", "")
 
 
 def test_what_is_no_checkpoint_is_one_sentence(tmp_path):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import math
+from collections import Counter
+from collections.abc import Collection
 from dataclasses import asdict
 from typing import Any
 
@@ -31,8 +33,15 @@ def run(arguments: argparse.Namespace) -> tuple[int, list[str], Any]:
         inspection.find(path)[-1] for path in (arguments.first, arguments.second)
     )
     found = inspection.diff(first, second)
-    lines = [f"only in {first}: {name}" for name in found.only_first]
-    lines += [f"only in {second}: {name}" for name in found.only_second]
+    lines = [
+        f"only in {folder}: {what}"
+        for folder, names, other in (
+            (first, found.only_first, second),
+            (second, found.only_second, first),
+        )
+        if names
+        for what in _listed(names, inspection.inspect(other).tensors)
+    ]
     lines += found.other
     if found.values:
         cells = [("tensor", "elements that differ", "of", "by at most")]
@@ -47,3 +56,28 @@ def run(arguments: argparse.Namespace) -> tuple[int, list[str], Any]:
         if not math.isfinite(value["largest"]):
             value["largest"] = None
     return int(bool(found)), lines, facts
+
+
+def _listed(names: Collection[str], others: Collection[str]) -> list[str]:
+    """What is only in one: tensors, and as one item the kinds that `others` lacks."""
+    kept = set(map(_kind, others))
+    counts = Counter(kind for kind in map(_kind, names) if kind not in kept)
+    whole = {kind: number for kind, number in counts.items() if number > 1}
+    listed = [name for name in names if _kind(name) not in whole]
+    for section in dict.fromkeys(section for section, _ in whole):
+        moments = {last: n for (part, last), n in whole.items() if part == section}
+        total = count(sum(moments.values()), "tensor")
+        if len(moments) > 1 and len(set(moments.values())) == 1:
+            (each,) = set(moments.values())
+            total = f"{len(moments)} x {count(each, 'tensor')}"
+        which = f" ({', '.join(moments)})" if any(moments) else ""
+        listed.append(f"{section}, {total}{which}")
+    return listed
+
+
+def _kind(name: str) -> tuple[str, str]:
+    """The part of a checkpoint that a tensor is of, and which moment it is if one."""
+    from tparmpi.io.format import OPTIMIZER
+
+    section, _, path = name.partition("/")
+    return section, path.rpartition("/")[2] if section == OPTIMIZER else ""
