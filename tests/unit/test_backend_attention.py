@@ -137,9 +137,11 @@ def test_attention_over_parts_of_the_keys_is_joined(implementation):
     close(made[0], whole, 1e-12)
 
 
+@pytest.mark.parametrize("factor", [1, 300])
 @pytest.mark.parametrize("band", [FULL, (None, 0)])
-def test_heads_and_batch_rows_do_not_depend_on_each_other(band):
+def test_heads_and_batch_rows_do_not_depend_on_each_other(band, factor):
     q, k, v, grad = (normal(5, 70, 6, 8, seed=s).astype(np.float32) for s in range(4))
+    q[3, :, 2] *= factor
     y, saved = CPU.attention(q, k, v, 0.3, band)
     whole = (y, *CPU.attention_backward(q, k, v, saved, y, grad, 0.3, band)[:3])
     for b in (slice(0, 2), slice(2, 5)):
@@ -180,6 +182,26 @@ def test_large_scores_do_not_overflow(implementation):
     v = np.array([1.0, 3.0], np.float32).reshape(1, 2, 1, 1)
     y, _ = IMPLEMENTATIONS[implementation].attention(q, q, v, 1.0)
     np.testing.assert_array_equal(y.ravel(), [2.0, 2.0])
+
+
+@pytest.mark.parametrize("factor", [40, 400, -400])
+def test_rows_of_large_scores_stand_beside_others(factor):
+    case = attention_case((None, 0), 2, 90, 90, 3, 8)
+    q, k, _ = case.arrays
+    # The first key, which all see, has the smallest score of some and the largest of
+    # others; every third row of queries has small ones.
+    k[:, 0] = 1.0
+    q[:, 1::3] = factor
+    q[1, 2::3, 2] = -factor
+    # Scores are rounded, and what their exponentials lose is in proportion to them.
+    agree_with_the_plain(case, np.float64, 1e-14 * abs(factor))
+    agree_with_the_plain(case, np.float32, 5e-6 * abs(factor))
+
+
+def test_columns_of_long_keys_are_taken_of_few_heads():
+    keys = 4 * numpy_attention.KEYS
+    tiling = numpy_attention._tiling(1, 64, keys, 8, 1, (keys - 80, keys - 64))
+    assert [part.heads for part in tiling.parts] == [slice(i, i + 1) for i in range(8)]
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)

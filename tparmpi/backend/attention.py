@@ -27,7 +27,9 @@ class Softmax:
     Attributes
     ----------
     peak : (B, K, G, T, 1)
-        Each row's largest score; minus infinity where it sees no key.
+        What was subtracted from the scores of each row: the largest of them, or 0 where
+        that gives no number too large or too small; minus infinity where the row sees
+        no key.
     total : (B, K, G, T, 1)
         Sum of ``exp(score - peak)``.
     weights
