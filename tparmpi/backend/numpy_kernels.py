@@ -68,6 +68,11 @@ def row_sum(rows: Array) -> Array:
     return np.einsum("ij->i", rows)
 
 
+def column_sum(rows: Array) -> Array:
+    """Return the sum of each column of (rows, width)."""
+    return np.ones(rows.shape[0], rows.dtype) @ rows
+
+
 def gelu(x: Array) -> Array:
     """See `kernels.gelu`."""
     y = np.empty(x.shape, x.dtype)
@@ -201,36 +206,45 @@ def layer_norm_backward(
     grad: Array,
     wanted: tuple[bool, bool, bool] = (True, True, True),
 ) -> tuple[Array | None, Array | None, Array | None]:
-    """See `kernels.layer_norm_backward`."""
+    """See `kernels.layer_norm_backward`.
+
+    With ``c = x - mean`` and ``p = grad c`` every sum is a product with ``p`` or
+    ``grad``, which BLAS makes: ``dgain = rstd p`` and ``mean(g h) = rstd p gain / D``.
+    """
     if x.size == 0:
         return kernels.layer_norm_backward(np, x, mean, rstd, gain, grad, wanted)
     width = x.shape[-1]
     x_rows, grad_rows = as_rows(x), as_rows(grad)
-    mean_column, rstd_column = mean.reshape(-1, 1), rstd.reshape(-1, 1)
+    mean_rows, rstd_rows = mean.reshape(-1), rstd.reshape(-1)
     dx = np.empty(x.shape, x.dtype) if wanted[0] else None
     dgain = np.zeros(width, x.dtype) if wanted[1] else None
     dbias = np.zeros(width, x.dtype) if wanted[2] else None
+    if gain is None:
+        gain = np.ones(width, x.dtype)
+    per_element = 1.0 / width
     for block in row_blocks(x_rows):
-        upstream, spread = grad_rows[block], rstd_column[block]
+        upstream, spread = grad_rows[block], rstd_rows[block]
         if dbias is not None:
-            dbias += np.einsum("ij->j", upstream)
+            dbias += column_sum(upstream)
         if dx is None and dgain is None:
             continue
-        normalised = x_rows[block] - mean_column[block]
-        normalised *= spread
+        centred = x_rows[block] - mean_rows[block, None]
+        out = np.empty_like(centred) if dx is None else dx.reshape(-1, width)[block]
+        np.multiply(upstream, centred, out=out)
         if dgain is not None:
-            dgain += np.einsum("ij,ij->j", upstream, normalised)
+            dgain += spread @ out
         if dx is not None:
-            out = dx.reshape(-1, width)[block]
-            np.multiply(upstream, 1.0 if gain is None else gain, out=out)
-            offset = row_sum(out)
-            slope = np.vecdot(out, normalised)
-            offset /= width
-            slope /= width
-            normalised *= slope[:, None]
-            out -= normalised
-            out -= offset[:, None]
-            out *= spread
+            slope = np.vecdot(out, gain)
+            slope *= spread
+            slope *= spread
+            slope *= per_element
+            offset = np.vecdot(upstream, gain)
+            offset *= per_element
+            np.multiply(upstream, gain, out=out)
+            centred *= slope[:, None]
+            centred += offset[:, None]
+            out -= centred
+            out *= spread[:, None]
     return dx, dgain, dbias
 
 
