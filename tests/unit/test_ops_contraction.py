@@ -111,9 +111,34 @@ def test_sums_of_halves_are_accumulated_in_float32(dtype):
         tpm.einsum("ab,cb->ac", ones, ones),
         tpm.einsum("ab,cb,cb->ac", ones, ones, ones),
         tpm.einsum("ab->a", ones),
+        tpm.einsum("ab,c->ac", ones, ones[0, :3]),
+        tpm.einsum("c,ba->ac", ones[0, :3], ones.transpose((1, 0))),
     ):
         assert result.dtype == ones.dtype
         assert (result.numpy().astype(float) == 4096).all()
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize(
+    ("rule", "shape"), [("bti,io->bto", (2, 2048, 1)), ("ti,io->ot", (4096, 1))]
+)
+def test_the_gradient_of_a_bias_of_halves_is_accumulated_in_float32(rule, shape, dtype):
+    place = tpm.device().autodiff()
+    x, weight, bias = (
+        tpm.tensor(np.ones(size, dtypes.dtype(dtype)), place)
+        for size in (shape, (1, 3), (3,))
+    )
+    y = tpm.linear(x, weight, bias.require_grad(), rule)
+    y.backward(tpm.tensor(np.ones(y.shape, y.dtype), place.inner()))
+    assert bias.grad.dtype == bias.dtype
+    assert (bias.grad.numpy().astype(float) == 4096).all()
+
+
+def test_a_dim_of_one_operand_alone_is_summed_in_the_dtype():
+    x = np.arange(-6, 6, dtype=np.int8).reshape(3, 4)
+    result = tpm.einsum("ab,c->ac", *(tpm.tensor(a, tpm.device()) for a in (x, x[0])))
+    np.testing.assert_array_equal(result.numpy(), np.einsum("ab,c->ac", x, x[0]))
+    assert result.dtype == np.int8
 
 
 def test_special_values_pass_through_products():

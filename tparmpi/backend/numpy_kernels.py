@@ -77,18 +77,16 @@ def gelu(x: Array) -> Array:
     """See `kernels.gelu`."""
     y = np.empty(x.shape, x.dtype)
     x_flat, y_flat = flat(x), y.reshape(-1)
-    (scratch,) = scratch_blocks(1, x)
     for block in blocks(x.size):
         value, out = x_flat[block], y_flat[block]
-        inner = scratch[: value.size]
-        np.multiply(value, value, out=inner)
-        inner *= GELU_SLOPE * GELU_CUBIC
-        inner += GELU_SLOPE
-        inner *= value
-        np.tanh(inner, out=inner)
-        np.multiply(value, 0.5, out=out)
-        inner *= out
-        out += inner
+        np.square(value, out=out)
+        out *= GELU_SLOPE * GELU_CUBIC
+        out += GELU_SLOPE
+        out *= value
+        np.tanh(out, out=out)
+        out += 1.0
+        out *= 0.5
+        out *= value
     return y
 
 
@@ -278,13 +276,15 @@ def softmax_backward(y: Array, grad: Array, axis: int = -1) -> Array:
 
 def embedding(table: Array, ids: Array, first: int = 0) -> Array:
     """See `kernels.embedding`."""
-    if table.shape[0] == 0 or ids.size == 0:
+    if table.shape[0] == 0:
         return kernels.embedding(np, table, ids, first)
     index = ids.astype(np.intp)
     index -= first
-    if index.min() >= 0 and index.max() < table.shape[0]:
-        return table.take(index, axis=0)
-    return kernels.embedding(np, table, ids, first)
+    rows = table.take(index, axis=0, mode="clip")
+    outside = (index < 0) | (index >= table.shape[0])
+    if outside.any():
+        rows[outside] = 0
+    return rows
 
 
 def embedding_backward(grad: Array, ids: Array, first: int, rows: int) -> Array:

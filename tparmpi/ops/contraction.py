@@ -5,7 +5,7 @@ from __future__ import annotations
 import string
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from tparmpi.backend import dtypes
 from tparmpi.errors import ShapeError, UsageError
@@ -254,36 +254,51 @@ def _linear_rule(
 @operator(_linear_rule, name="linear", linear=(0, 1), fresh=True)
 def _linear(plan: Plan, x: Any, weight: Any, bias: Any) -> Any:
     """Return a product plus a bias, as the attribute `rule` says."""
-    product, bias_letters, out = _linear_parts(plan.attributes["rule"])
-    y = contract(plan.backend, product, x, weight)
+    parts = _linear_parts(plan.attributes["rule"])
+    y = contract(plan.backend, parts.product, x, weight)
     if plan.leads(2):
-        y += _aligned(bias, bias_letters, out)
+        y += _aligned(bias, parts.bias, parts.out)
     return y, (x, weight)
 
 
 @_linear.define_backward
 def _(plan: Plan, saved: Any, grad: Any, wanted: tuple[bool, ...]) -> Any:
-    product, bias_letters, out = _linear_parts(plan.attributes["rule"])
+    parts = _linear_parts(plan.attributes["rule"])
     dx, dweight = (
-        _product_gradient(plan, product, saved, grad, number)
+        _product_gradient(plan, parts.product, saved, grad, number)
         if wanted[number]
         else None
         for number in (0, 1)
     )
     dbias = None
     if wanted[2]:
-        lacking = tuple(i for i, x in enumerate(out) if x not in bias_letters)
-        dbias = grad.sum(axis=lacking)
-        kept = [x for x in out if x in bias_letters]
-        dbias = dbias.transpose([kept.index(x) for x in bias_letters])
+        # A sum by the matrix product: faster, and of halves in float32.
+        ones = plan.xp.ones([grad.shape[dim] for dim in parts.over], grad.dtype)
+        dbias = contract(plan.backend, parts.bias_sum, grad, ones)
     return dx, dweight, dbias
 
 
+class _LinearParts(NamedTuple):
+    """Attributes: the product; the letters of the bias and of the output; the product
+    with ones that sums an output over what the bias lacks, and those dims.
+    """
+
+    product: str
+    bias: str
+    out: str
+    bias_sum: str
+    over: tuple[int, ...]
+
+
 @lru_cache(maxsize=4096)
-def _linear_parts(rule: str) -> tuple[str, str, str]:
+def _linear_parts(rule: str) -> _LinearParts:
     left, out = rule.split("->")
     product, bias = left.split("+")
-    return f"{product}->{out}", bias, out
+    over = tuple(dim for dim, x in enumerate(out) if x not in bias)
+    lacking = "".join(out[dim] for dim in over)
+    return _LinearParts(
+        f"{product}->{out}", bias, out, f"{out},{lacking}->{bias}", over
+    )
 
 
 def _aligned(bias: Any, letters: str, out: str) -> Any:

@@ -6,7 +6,7 @@ from functools import lru_cache
 from math import prod
 from typing import Any
 
-from tparmpi.backend import Backend
+from tparmpi.backend import Backend, dtypes
 
 
 def contract(backend: Backend, rule: str, a: Any, b: Any) -> Any:
@@ -30,9 +30,9 @@ def contract(backend: Backend, rule: str, a: Any, b: Any) -> Any:
         return product.transpose(recipe.order) if recipe.order else product
     for axes, which in ((recipe.lone_a, 0), (recipe.lone_b, 1)):
         if axes and which == 0:
-            a = a.sum(axis=axes)
+            a = _summed(a, axes)
         elif axes:
-            b = b.sum(axis=axes)
+            b = _summed(b, axes)
     sizes = dict(zip(recipe.letters_a, a.shape, strict=True))
     sizes.update(zip(recipe.letters_b, b.shape, strict=True))
     left = _matrix(a, recipe.letters_a, recipe.left, sizes)
@@ -43,6 +43,11 @@ def contract(backend: Backend, rule: str, a: Any, b: Any) -> Any:
     letters = batch + rows + columns
     product = product.reshape([sizes[letter] for letter in letters])
     return product.transpose(recipe.order) if recipe.order else product
+
+
+def _summed(array: Any, axes: tuple[int, ...]) -> Any:
+    wide = dtypes.accumulation_dtype(array.dtype)
+    return array.sum(axis=axes, dtype=wide).astype(array.dtype, copy=False)
 
 
 class _Recipe:
