@@ -20,11 +20,11 @@ from tparmpi.io import checkpoint, saving
 rank = tpm.world().rank
 write_data_file = saving.write_data_file
 
-def late(*args):
+def late(*args, **keywords):
     time.sleep(0.5)
     if fails and rank == 1:
         raise OSError(errno.ENOSPC, "No space left on device")
-    return write_data_file(*args)
+    return write_data_file(*args, **keywords)
 
 saving.write_data_file = late
 fails = False

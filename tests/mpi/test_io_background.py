@@ -15,7 +15,7 @@ import pytest
 import tparmpi as tpm
 from tests import ways
 from tparmpi.errors import CheckpointError
-from tparmpi.io import checkpoint, pending, publish, saving, writer
+from tparmpi.io import checkpoint, chunked, pending, publish, saving, writer
 
 pytestmark = pytest.mark.mpi(min_size=4)
 
@@ -203,6 +203,28 @@ def test_the_thread_makes_no_call_of_mpi(saver, folder, monkeypatch):
         saver.poll()
         assert led.count() == 3
     assert saver.under_way is None
+
+
+@pytest.mark.parametrize("compression", [None, "gzip"])
+@pytest.mark.parametrize(("most", "expected"), [(4, 2), (3, 1), (1, 1)])
+def test_it_takes_half_the_threads(
+    saver, folder, monkeypatch, compression, most, expected
+):
+    monkeypatch.setattr(saving.fmt, "threads", lambda: most)
+    asked = []
+    for module in (writer, chunked):
+        executor = module.ThreadPoolExecutor
+        monkeypatch.setattr(
+            module,
+            "ThreadPoolExecutor",
+            lambda threads, make=executor: (asked.append(threads), make(threads))[1],
+        )
+    saver.save(checkpoint.step_path(folder, 1), Bag(1), compression=compression)
+    saver.wait()
+    background = asked.copy()
+    checkpoint.save(checkpoint.step_path(folder, 2), Bag(2), compression=compression)
+    assert set(background) == {expected}
+    assert set(asked[len(background) :]) == {most}
 
 
 def test_one_save_is_under_way_at_a_time(saver, folder, monkeypatch):

@@ -19,6 +19,7 @@ import numpy as np
 
 from tparmpi.comm import agree, before_exit, long_work, world
 from tparmpi.errors import CheckpointError
+from tparmpi.io import format as fmt
 from tparmpi.io import pending, saving
 from tparmpi.io.chunked import Compression
 from tparmpi.io.saving import Part, Save
@@ -229,7 +230,9 @@ class _Running:
         """Whether all ranks have written, so that the rest is rank 0's."""
         self._cancelled = False
         checked = [replace(s, fetch=self._unless_cancelled(s.fetch)) for s in shards]
-        self._future: Future[Any] = _in_thread(lambda: job.write(checked))
+        self._future: Future[Any] = _in_thread(
+            lambda: job.write(checked, threads=_threads())
+        )
 
     @property
     def done(self) -> bool:
@@ -267,6 +270,11 @@ class _Running:
             return fetch()
 
         return fetch_or_end
+
+
+def _threads() -> int:
+    """Half as many as a save in the foreground has: the program goes on beside them."""
+    return max(1, fmt.threads() // 2)
 
 
 def _in_thread(work: Callable[[], Any]) -> Future[Any]:

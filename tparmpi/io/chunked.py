@@ -192,7 +192,11 @@ def properties(shape: tuple[int, ...], itemsize: int, level: int) -> h5p.PropDCI
 
 
 def write(
-    dataset: h5py.Dataset, itemsize: int, level: int, parts: Iterable[memoryview]
+    dataset: h5py.Dataset,
+    itemsize: int,
+    level: int,
+    parts: Iterable[memoryview],
+    threads: int,
 ) -> np.ndarray:
     """Write a dataset's chunks; the checksums of its bytes.
 
@@ -200,10 +204,11 @@ def write(
     ----------
     parts
         The bytes in file order, whole blocks at a time but for the last.
+    threads
+        That compress at once.
     """
     grid = Grid.of(dataset.shape, itemsize)
     checksums: list[int] = []
-    threads = fmt.threads()
     pending: deque[tuple[int, Future[bytes]]] = deque()
 
     def write_oldest() -> None:

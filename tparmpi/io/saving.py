@@ -170,8 +170,15 @@ class Save:
         """What is done, for messages."""
         return f"save the checkpoint {self.path}"
 
-    def write(self, shards: Sequence[Shard]) -> Checksums:
+    def write(
+        self, shards: Sequence[Shard], *, threads: int | None = None
+    ) -> Checksums:
         """Write, sync and check this rank's file, if it has shards.
+
+        Parameters
+        ----------
+        shards, threads
+            As for :func:`write_data_file`.
 
         Raises
         ------
@@ -182,7 +189,7 @@ class Save:
             return {}
         path = self.temp / fmt.data_name(self.header.save_id, world().rank)
         try:
-            return write_data_file(path, self.header.save_id, shards)
+            return write_data_file(path, self.header.save_id, shards, threads=threads)
         except (TparmpiError, MemoryError, *HDF5_ERRORS) as error:
             raise CheckpointError(rank_sentence(self.what, error)) from error
 

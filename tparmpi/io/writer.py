@@ -72,7 +72,7 @@ class Header:
 
 
 def write_data_file(
-    path: Path, save_id: str, shards: Sequence[Shard]
+    path: Path, save_id: str, shards: Sequence[Shard], *, threads: int | None = None
 ) -> dict[str, Checksums]:
     """Write, sync and check one rank's data file. Local.
 
@@ -87,6 +87,8 @@ def write_data_file(
         Must not exist.
     save_id : str
     shards : sequence of Shard
+    threads : int, optional
+        That write or compress at once; :func:`fmt.threads` by default.
 
     Returns
     -------
@@ -100,11 +102,12 @@ def write_data_file(
     CheckpointError
         The written file is not what was meant.
     """
-    offsets, checksums = _lay_out(path, save_id, shards)
+    threads = fmt.threads() if threads is None else threads
+    offsets, checksums = _lay_out(path, save_id, shards, threads)
     descriptor = os.open(path, os.O_WRONLY)
     try:
         plain = [shard for shard in shards if not shard.is_compressed]
-        checksums |= _write_shards(descriptor, offsets, plain)
+        checksums |= _write_shards(descriptor, offsets, plain, threads)
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
@@ -189,7 +192,7 @@ def _selected(shape: tuple[int, ...], box: Box) -> Any:
 
 
 def _lay_out(
-    path: Path, save_id: str, shards: Sequence[Shard]
+    path: Path, save_id: str, shards: Sequence[Shard], threads: int
 ) -> tuple[dict[str, int], dict[str, Checksums]]:
     """Where each contiguous dataset lies; checksums of compressed ones, now written."""
     checksums = {}
@@ -210,6 +213,7 @@ def _lay_out(
                     fmt.itemsize(shard.dtype),
                     shard.level,
                     _parts(shard),
+                    threads,
                 )
         return _offsets(file, shards), checksums
 
@@ -231,7 +235,10 @@ def _offsets(file: h5py.File, shards: Sequence[Shard]) -> dict[str, int]:
 
 
 def _write_shards(
-    descriptor: int, offsets: Mapping[str, int], shards: Sequence[Shard]
+    descriptor: int,
+    offsets: Mapping[str, int],
+    shards: Sequence[Shard],
+    threads: int,
 ) -> dict[str, Checksums]:
     def write(part: memoryview, offset: int) -> list[int]:
         checksums = fmt.block_checksums(part)
@@ -239,7 +246,6 @@ def _write_shards(
         start_writeback(descriptor, offset, len(part))
         return checksums
 
-    threads = fmt.threads()
     found: dict[str, list[list[int]]] = {shard.name: [] for shard in shards}
     pending: deque[tuple[str, Future[list[int]]]] = deque()
     with ThreadPoolExecutor(threads) as pool:
