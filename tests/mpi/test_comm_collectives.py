@@ -380,6 +380,19 @@ def test_an_operation_waits_for_its_tag(group):
     timer.join()
 
 
+def test_a_tag_of_what_broke_off_is_not_given_again(group):
+    if not group.is_member or group.size == 1:
+        return
+    channel = group._channel
+    channel.break_off(channel.begin(group.id, group.sequence))
+    assert not channel.in_flight
+    words = r"ended with an error before.* close\(\) the group"
+    with pytest.raises(CommunicationError, match=words):
+        group.all_reduce(np.array(2))
+    channel.broken.clear()
+    assert group.all_reduce(np.array(2)) == 2 * group.size
+
+
 def test_objects(group):
     if not group.is_member:
         return

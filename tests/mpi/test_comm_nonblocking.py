@@ -293,6 +293,43 @@ def test_what_fails_later_is_raised_by_wait():
     pair.close()
 
 
+@pytest.mark.parametrize("blocking", [False, True])
+def test_who_catches_an_error_goes_on_with_a_new_group(blocking):
+    """Of the same members, while another of them is open: their channel stays."""
+    kept, pair = (tpm.group(tpm.devices()[:2]) for _ in range(2))
+    if pair.checker is None and pair.is_member:
+        wrong = np.arange(3.0 + pair.rank)
+        call = pair.all_reduce if blocking else pair.start.all_reduce(wrong).wait
+        arguments = [wrong] if blocking else []
+        if pair.rank == 0:
+            with pytest.raises(CommunicationError, match="a message does not fit"):
+                call(*arguments)
+        else:
+            call(*arguments)
+    pair.close()
+    again = tpm.group(tpm.devices()[:2])
+    if again.is_member:
+        for number in range(3):
+            for place in (again, kept):
+                assert place.all_reduce(np.array(number)) == 2 * number
+                assert place.start.all_reduce(np.array(number)).wait() == 2 * number
+    again.close()
+    kept.close()
+
+
+def test_groups_may_be_made_and_closed_in_another_order():
+    """A new one is never taken for one that another member has not closed yet."""
+    kept, old = (tpm.group(tpm.devices()[:2]) for _ in range(2))
+    if tpm.device().rank == 0:
+        old.close()
+    new = tpm.group(tpm.devices()[:2])
+    old.close()
+    if new.is_member:
+        assert new.all_reduce(np.array(3)) == 6
+    for place in (new, kept):
+        place.close()
+
+
 def test_closing_waits_for_what_is_under_way():
     made = tpm.group(tpm.devices())
     handle = made.start.all_reduce(np.arange(100_000.0))

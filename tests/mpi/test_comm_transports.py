@@ -469,7 +469,5 @@ def test_a_longer_message_than_expected_is_an_error(way):
     if pair.is_member and pair.rank == 0:
         with pytest.raises(CommunicationError, match="all_reduce: a message does not"):
             pair.all_reduce(way.put(np.arange(3.0)))
-        # Its tag stays taken, as messages might still be under way.
-        pair._channel.in_flight.clear()
     elif pair.is_member:
         pair.all_reduce(way.put(np.arange(4.0)))

@@ -148,8 +148,9 @@ class Call:
         else:
             ring.recorder.break_off(self._recorded)
             if not isinstance(error, _REFUSALS):
-                # Messages may still be under way: the tag stays taken.
+                # Messages may still be under way.
                 keep(error)
+                self._channel.break_off(self.link.tag, self.pair)
                 return
         self._channel.end(self.link.tag, self.pair)
         if self._entry is not None and error is None:

@@ -12,7 +12,7 @@ from tparmpi.comm.call import Call
 from tparmpi.comm.tags import describe, fold
 from tparmpi.comm.transports import choice
 from tparmpi.comm.transports.base import Transport
-from tparmpi.errors import GroupError
+from tparmpi.errors import CommunicationError, GroupError
 
 if TYPE_CHECKING:
     from tparmpi.comm.state import World
@@ -20,6 +20,13 @@ if TYPE_CHECKING:
 
 # Groups and meshes that one ordered list of members can have at a time.
 GROUP_LIMIT = 65_536
+
+
+_Key = int | tuple[int, tuple[int, int]]
+
+
+def _key(tag: int, pair: tuple[int, int] | None) -> _Key:
+    return tag if pair is None else (tag, pair)
 
 
 class Channel:
@@ -45,6 +52,8 @@ class Channel:
         What the groups make their calls of.
     in_flight : set
         The operations under way: first tags, with the pair of members if it is theirs.
+    broken : set
+        The same of those that broke off, whose messages may never be taken in.
     """
 
     call = Call
@@ -52,7 +61,8 @@ class Channel:
     def __init__(self, world: World, members: tuple[int, ...]) -> None:
         self._world = world
         self.members = members
-        self.in_flight: set[int | tuple[int, tuple[int, int]]] = set()
+        self.in_flight: set[_Key] = set()
+        self.broken: set[_Key] = set()
         self._free_ids: list[int] = []
         self._next_id = 0
         self.comm: MPI.Intracomm | None = None
@@ -84,7 +94,9 @@ class Channel:
                 f"group: ranks {describe(self.members)} already have {GROUP_LIMIT} "
                 "groups; make a group once and reuse it, or close() those not needed"
             )
-        if self._free_ids:
+        # What closed groups had comes last: their calls may have broken off, and
+        # members may close and make groups in different orders until then.
+        if self._next_id == GROUP_LIMIT:
             return heapq.heappop(self._free_ids)
         self._next_id += 1
         return self._next_id - 1
@@ -99,17 +111,34 @@ class Channel:
         """Return the tag of an operation; waits while it is in flight. Local.
 
         A `pair` (source, target) has a sequence, and so tags, of its own.
+
+        Raises
+        ------
+        CommunicationError
+            If the operation that had the tag before has broken off: one that followed
+            would take what is left of its messages for its own.
         """
         tag = fold(group_id, sequence, self.tag_bound)
-        key = tag if pair is None else (tag, pair)
+        key = _key(tag, pair)
         if key in self.in_flight:
             progress.wait(lambda: key not in self.in_flight, lambda: None)
+        if key in self.broken:
+            raise CommunicationError(
+                f"a call of ranks {describe(self.members)} ended with an error before, "
+                "and what is left of its messages would be taken for this one's; "
+                "close() the group and make it anew"
+            )
         self.in_flight.add(key)
         return tag
 
     def end(self, tag: int, pair: tuple[int, int] | None = None) -> None:
         """Free an operation's tag. Local."""
-        self.in_flight.discard(tag if pair is None else (tag, pair))
+        self.in_flight.discard(_key(tag, pair))
+
+    def break_off(self, tag: int, pair: tuple[int, int] | None = None) -> None:
+        """Let no operation have this tag again: messages may be left. Local."""
+        self.in_flight.discard(_key(tag, pair))
+        self.broken.add(_key(tag, pair))
 
     def free(self) -> None:
         """Free the communicator. Collective over the members."""

@@ -79,7 +79,7 @@ class Quick:
         sequence = place.sequence
         # As tags.fold has it; the messages are of the first phase.
         tag = (self._start + sequence) % self._tags * PHASES
-        if tag in channel.in_flight:
+        if tag in channel.in_flight or tag in channel.broken:
             return None
         place.sequence = sequence + 1
         recorder = ring.recorder
@@ -104,10 +104,10 @@ class Quick:
                 self._wait(kind, requests)
             result = room.finish()
         except BaseException as error:
-            # Messages may still be under way: the tag stays taken, the room is lost.
+            # Messages may still be under way: the room is lost.
             self._rooms.pop(key, None)
             keep(error)
-            channel.in_flight.add(tag)
+            channel.break_off(tag)
             recorder.break_off(entry)
             if isinstance(error, MPI.Exception):
                 raise unfit(error, kind) from error

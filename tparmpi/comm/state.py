@@ -119,7 +119,10 @@ class World:
         str
             Lines for the user on what was left behind; empty if nothing was.
         """
-        broken = sum(len(channel.in_flight) for channel in self.channels.values())
+        broken = sum(
+            len(channel.in_flight) + len(channel.broken)
+            for channel in self.channels.values()
+        )
         for comm in self.user_comms:
             self.free(comm)
         for channel in self.channels.values():
