@@ -273,7 +273,8 @@ def _(plan: Plan, saved: Any, grad: Any, wanted: tuple[bool, ...]) -> Any:
     dbias = None
     if wanted[2]:
         # A sum by the matrix product: faster, and of halves in float32.
-        ones = plan.xp.ones([grad.shape[dim] for dim in parts.over], grad.dtype)
+        shape = tuple(grad.shape[dim] for dim in parts.over)
+        ones = plan.xp.ones(shape, grad.dtype)
         dbias = contract(plan.backend, parts.bias_sum, grad, ones)
     return dx, dweight, dbias
 
