@@ -6,6 +6,7 @@ import os
 import platform
 import subprocess
 import sys
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -110,6 +111,46 @@ def test_freed_memory_is_kept_unless_the_user_chose(chosen):
     kept, faults = subprocess.check_output(command, env=variables).split()
     assert kept == (b"False" if chosen else b"True")
     assert (int(faults) < 100) == (not chosen)
+
+
+HUGE = """
+import re
+import resource
+import sys
+import numpy as np
+from tparmpi.backend.host_memory import keep_freed, may_set_aside
+
+if sys.argv[1] == "limited":
+    resource.setrlimit(resource.RLIMIT_AS, (2**34, resource.RLIM_INFINITY))
+resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+keep_freed()
+taken = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - resident
+# NumPy itself asks for huge pages from 4 MiB on. The last lies in no hole left before.
+arrays = [np.ones(3 * 2**20, np.uint8) for _ in range(8)]
+address = arrays[-1].ctypes.data
+for line in open("/proc/self/smaps"):
+    if found := re.match("([0-9a-f]+)-([0-9a-f]+) ", line):
+        low, high = (int(bound, 16) for bound in found.groups())
+    elif line.startswith("VmFlags") and low <= address < high:
+        is_advised = "hg" in line.split()
+print(may_set_aside(), is_advised, taken)
+"""
+
+
+@pytest.mark.skipif(
+    not Path("/sys/kernel/mm/transparent_hugepage").exists()
+    or platform.libc_ver()[0] != "glibc",
+    reason="needs glibc and a system with huge pages",
+)
+@pytest.mark.parametrize("limits", ["unlimited", "limited"])
+def test_memory_to_come_is_to_lie_on_huge_pages(limits):
+    """None is taken before it is used; limited addresses are left alone."""
+    variables = {k: v for k, v in os.environ.items() if k not in host_memory.CHOICES}
+    command = [sys.executable, "-c", HUGE, limits]
+    may, is_advised, taken = subprocess.check_output(command, env=variables).split()
+    assert is_advised == may
+    assert (may, limits) != (b"True", "limited")
+    assert int(taken) < 16 * 1024
 
 
 def test_cpu_allocation():

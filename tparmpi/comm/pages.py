@@ -12,11 +12,9 @@ from typing import Any
 
 import numpy as np
 
-Array = np.ndarray[Any, np.dtype[Any]]
+from tparmpi.backend.host_memory import HUGE_ADVICE, HUGE_BYTES
 
-# That of most systems; where it is another, memory is as good as any.
-HUGE_BYTES = 2 * 2**20
-_ADVICE = getattr(mmap, "MADV_HUGEPAGE", None)
+Array = np.ndarray[Any, np.dtype[Any]]
 
 
 def allocate(nbytes: int) -> Array:
@@ -27,7 +25,7 @@ def allocate(nbytes: int) -> Array:
     MemoryError
         There is not as much.
     """
-    if nbytes < HUGE_BYTES or _ADVICE is None:
+    if nbytes < HUGE_BYTES or HUGE_ADVICE is None:
         return np.empty(nbytes, np.uint8)
     # Only memory that is touched is taken.
     size = -(-nbytes // HUGE_BYTES) * HUGE_BYTES
@@ -38,6 +36,6 @@ def allocate(nbytes: int) -> Array:
     start = -np.frombuffer(mapped, np.uint8).ctypes.data % HUGE_BYTES
     # A kernel without huge pages refuses.
     with contextlib.suppress(OSError):
-        mapped.madvise(_ADVICE, start, size)
+        mapped.madvise(HUGE_ADVICE, start, size)
     memory: Array = np.ndarray(nbytes, np.uint8, mapped, start)
     return memory
