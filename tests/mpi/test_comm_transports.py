@@ -236,6 +236,19 @@ def test_results_in_place_into_a_view(way, group, view):
 
 
 @pytest.mark.usefixtures("paths")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float64", "int32"])
+def test_a_sum_over_the_input(way, group, dtype):
+    """Some members have more pieces than others, and some none."""
+    if not group.is_member:
+        return
+    for size in (0, 1, 3, 5, 7, 40, 41, 93):
+        arrays = [of_member(m, (size,), dtype) for m in range(group.size)]
+        own = way.put(arrays[group.rank].copy())
+        assert group.all_reduce(own, out=own) is own
+        assert same(way.fetch(own), total_of(arrays))
+
+
+@pytest.mark.usefixtures("paths")
 def test_results_over_the_input(way, trio):
     group = trio
     if not group.is_member:

@@ -32,6 +32,12 @@ def test_the_same_bits_whatever_the_table(members):
             assert got.tobytes() == wanted.tobytes()
             started = group.start.all_reduce(arrays[group.rank]).wait()
             assert started.tobytes() == wanted.tobytes()
+            own = arrays[group.rank].copy()
+            assert group.all_reduce(own, out=own) is own
+            assert own.tobytes() == wanted.tobytes()
+            own = arrays[group.rank].copy()
+            assert group.start.all_reduce(own, out=own).wait() is own
+            assert own.tobytes() == wanted.tobytes()
             small = group.all_reduce(arrays[group.rank][:9])
             assert small.tobytes() == wanted[:9].tobytes()
     group.take_way(None)

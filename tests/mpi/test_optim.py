@@ -101,6 +101,28 @@ def test_each_set_of_axes_and_dtype_has_its_bucket():
         np.testing.assert_array_equal(parameter.grad.local, expected)
 
 
+def test_large_gradients_are_summed_where_they_lie():
+    """Also one that is not contiguous; small ones share a bucket around them."""
+    place = mesh({"dp": 2, "tp": 2})
+    made = [
+        nn.Parameter((n, 3), place.autodiff(), dtype="float64") for n in range(1, 6)
+    ]
+    given = []
+    for n, parameter in enumerate(made, 1):
+        array = np.arange(3.0 * n).reshape(n, 3) * (1 + place.coordinates[0])
+        array = np.asfortranarray(array) if n == 4 else array
+        parameter.take_grad(array, (Partial(), Replicate()))
+        given.append(array)
+    with tpm.ledger() as ledger:
+        reduce_gradients(made, bucket_bytes=72)
+    # Of 24 and 48 bytes; 72, 96 and 120.
+    assert ledger.count() == ledger.count("all_reduce", "dp") == 4
+    for n, (parameter, array) in enumerate(zip(made, given, strict=True), 1):
+        expected = 3 * np.arange(3.0 * n).reshape(n, 3)
+        np.testing.assert_array_equal(parameter.grad.array, expected)
+        assert np.shares_memory(parameter.grad.array, array) == (n in (3, 5))
+
+
 def test_what_needs_no_reduction_stays_in_place():
     place = mesh({"dp": 2, "tp": 2})
     (parameter, *_) = parameters(place)

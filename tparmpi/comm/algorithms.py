@@ -141,6 +141,7 @@ def reduce_blocks(
     out: Array,
     fold: Fold,
     folded: Callable[[int, int], None] | None = None,
+    sent: Callable[[int, int], None] | None = None,
 ) -> Steps[None]:
     """Fold all members' blocks for this rank into `out`, in member order, in pieces.
 
@@ -149,9 +150,11 @@ def reduce_blocks(
     blocks
         What this rank contributes to each member, flat; of its own size for each.
     out
-        Flat, of the size of this rank's own block.
+        Flat, of the size of this rank's own block; it may be that block itself.
     folded
         Called with (start, stop) when that part of `out` is complete.
+    sent
+        Called with (start, stop) when that part of the others' blocks may be written.
     """
     step = step_of(out.dtype.itemsize, link.size, link.way)
     largest = max([block.size for block in blocks])
@@ -159,26 +162,29 @@ def reduce_blocks(
         yield from _reduce_once(link, blocks, out, fold)
         if folded is not None and out.size:
             folded(0, out.size)
+        if sent is not None:
+            sent(0, largest)
         return
     starts = range(0, largest, step)
     mine = blocks[link.rank]
     others = link.others()
     slots = [
-        _borrow(link, min(step, mine.size), mine.dtype)
+        _borrow(link, min(step, mine.size), mine.dtype, over_own=out is mine)
         for _ in range(min(_DEPTH, len(starts)))
     ]
     received = [link.pending() for _ in starts]
-    sent = [link.pending() for _ in starts]
+    sending = [link.pending() for _ in starts]
     parts: list[list[Array]] = []
 
     def start(number: int) -> None:
         piece = slice(starts[number], starts[number] + step)
         slot = slots[number % _DEPTH]
-        parts.append(_places(link, mine[piece], out[piece], slot))
+        own = mine[piece]
+        parts.append(_places(link, own, own if out is mine else out[piece], slot))
         for member in reversed(others):
             link.receive(received[number], parts[number][member], member)
         for member in others:
-            link.send(sent[number], blocks[member][piece], member)
+            link.send(sending[number], blocks[member][piece], member)
 
     for number in range(min(_DEPTH, len(starts))):
         start(number)
@@ -191,7 +197,9 @@ def reduce_blocks(
                 folded(low, low + total.size)
         if number + _DEPTH < len(starts):
             start(number + _DEPTH)
-        yield sent[number]
+        yield sending[number]
+        if sent is not None:
+            sent(low, low + step)
     for slot in slots:
         _give_back(link, slot)
 
@@ -200,8 +208,9 @@ def _reduce_once(
     link: Link, blocks: Sequence[Array], out: Array, fold: Fold
 ) -> Steps[None]:
     """Do what `reduce_blocks` does, in one piece."""
-    slot = _borrow(link, out.size, out.dtype)
-    parts = _places(link, blocks[link.rank], out, slot)
+    own = blocks[link.rank]
+    slot = _borrow(link, out.size, out.dtype, over_own=out is own)
+    parts = _places(link, own, out, slot)
     yield from exchange(link, blocks, parts)
     if out.size:
         fold(parts, out)
@@ -212,49 +221,65 @@ def _places(link: Link, own: Array, out: Array, slot: Sequence[Array]) -> list[A
     """Return where each member's part of a sum is or is received.
 
     One goes to where the sum will be, so that two members need no more memory than
-    that; the others go to the rows of `slot`.
+    that, unless this rank's own part is there; the others go to the rows of `slot`.
     """
     rows = iter(slot)
     places = [own if member == link.rank else None for member in range(link.size)]
-    places[there(link.rank)] = out
+    if own is not out:
+        places[there(link.rank)] = out
+    elif link.rank > 1:
+        # Folds write before they read it.
+        places[there(link.rank)] = out
+        places[link.rank] = kept = next(rows)[: own.size]
+        kept[...] = own
     return [next(rows)[: own.size] if place is None else place for place in places]
 
 
-def _borrow(link: Link, size: int, dtype: Any) -> Sequence[Array]:
+def _borrow(link: Link, size: int, dtype: Any, *, over_own: bool) -> Sequence[Array]:
     """Return the rows that `_places` needs, of so many elements."""
-    if link.size == 2:
+    count = link.size - 2 + over_own
+    if count == 0:
         return ()
-    rows: Sequence[Array] = link.transport.borrow((link.size - 2, size), dtype)
+    rows: Sequence[Array] = link.transport.borrow((count, size), dtype)
     return rows
 
 
 def _give_back(link: Link, slot: Sequence[Array]) -> None:
-    if link.size > 2:
+    if len(slot):
         link.transport.give_back(slot)
 
 
 def reduce_everywhere(link: Link, flat: Array, out: Array, fold: Fold) -> Steps[None]:
     """Fold the members' arrays in member order into `out`; large ones in pieces.
 
-    Each member folds its part; a folded piece leaves for the others at once.
+    Each member folds its part; a folded piece leaves for the others at once. `out` may
+    be `flat` itself: then the others' sums are received once this rank's parts of them
+    have left.
     """
     bounds = [chunk(flat.size, link.size, member) for member in range(link.size)]
     blocks = [flat[start : start + size] for start, size in bounds]
-    results = [out[start : start + size] for start, size in bounds]
+    results = blocks
+    if out is not flat:
+        results = [out[start : start + size] for start, size in bounds]
     mine = results[link.rank]
-    step = step_of(flat.dtype.itemsize, link.size, link.way)
     others = link.others()
     spreading = link.pending()
-    for member in reversed(others):
-        for low in range(0, results[member].size, step):
-            into = results[member][low : low + step]
-            link.receive(spreading, into, member, SECOND)
 
     def spread(low: int, high: int) -> None:
         for member in others:
             link.send(spreading, mine[low:high], member, SECOND)
 
-    yield from reduce_blocks(link, blocks, mine, fold, spread)
+    def expect(low: int, high: int) -> None:
+        for member in reversed(others):
+            link.receive(spreading, results[member][low:high], member, SECOND)
+
+    if out is flat:
+        yield from reduce_blocks(link, blocks, mine, fold, spread, expect)
+    else:
+        step = step_of(flat.dtype.itemsize, link.size, link.way)
+        for low in range(0, bounds[0][1], step):
+            expect(low, low + step)
+        yield from reduce_blocks(link, blocks, mine, fold, spread)
     yield spreading
 
 

@@ -233,6 +233,10 @@ class Call:
         if isinstance(out, np.ndarray) and not out.flags.writeable:
             raise UsageError(f"{self.kind}: out is read-only")
 
+    def is_over(self, out: Array | None, data: Array) -> bool:
+        """Say whether `out` is the call's input, of which `data` holds the values."""
+        return out is data and type(out) is np.ndarray and self.xp is np
+
     def target(
         self,
         out: Array | None,

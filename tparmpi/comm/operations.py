@@ -33,13 +33,17 @@ def all_reduce(call: Call, array: Array, op: str, out: Array | None) -> Steps[Ar
     link = call.link
     if link is None:
         return call.copy(array, out)
-    total = call.target(out, data.shape, data.dtype, data)
-    flat, into = data.reshape(-1), total.reshape(-1)
+    flat = data.reshape(-1)
     size = link.size
     if algorithms.goes_whole(flat.nbytes, size, link.way):
-        yield from algorithms.reduce_whole(link, flat, into, fold)
+        total = call.target(out, data.shape, data.dtype, data)
+        yield from algorithms.reduce_whole(link, flat, total.reshape(-1), fold)
+    elif call.is_over(out, data):
+        total = data
+        yield from algorithms.reduce_everywhere(link, flat, flat, fold)
     else:
-        yield from algorithms.reduce_everywhere(link, flat, into, fold)
+        total = call.target(out, data.shape, data.dtype, data)
+        yield from algorithms.reduce_everywhere(link, flat, total.reshape(-1), fold)
     if call.is_counted:
         own = chunk(flat.size, size, link.rank)[1]
         call.sent = summed_bytes(flat.size, own, size, flat.itemsize)

@@ -1,8 +1,9 @@
 """Reduction of parameters' gradients in buckets.
 
 A backward pass leaves gradients as pending sums along the axes over which a parameter
-is whole and the batch is split. They are packed into flat arrays and reduced together,
-since many small collectives cost more than a few large ones.
+is whole and the batch is split. Small ones are packed into flat arrays and reduced
+together, since many small collectives cost more than a few large ones; large ones are
+reduced where they lie.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from tparmpi.comm import Place
 from tparmpi.sharding import Layout, Partial, Replicate
 from tparmpi.tensors import Tensor, redistribute
 
-BUCKET_BYTES = 4 * 1024 * 1024
+BUCKET_BYTES = 2 * 1024 * 1024
 
 
 @dataclass(frozen=True)
@@ -39,8 +40,10 @@ def reduce_gradients(
     """Bring every gradient to its parameter's layout.
 
     Gradients that are sums pending over the same axes are packed into buckets: one
-    all_reduce for each bucket and axis. One pending over an axis that shards the
-    parameter is reduce-scattered alone. Gradients that need nothing stay as they are.
+    all_reduce for each bucket and axis. Large ones are summed in their own memory, so
+    that what `grad` gave before holds the sum too. One pending over an axis that shards
+    the parameter is reduce-scattered alone. Gradients that need nothing stay as they
+    are.
 
     Collective over the parameters' places. Members decide by the layouts alone, which
     are the same on all of them; give the same parameters in the same order everywhere.
@@ -50,7 +53,7 @@ def reduce_gradients(
     parameters
         Those without a gradient are passed over.
     bucket_bytes
-        Most bytes in a bucket; a larger gradient has one of its own.
+        Most bytes in a bucket; a gradient of as many has one of its own.
     """
     buckets: dict[Any, list[_Pending]] = {}
     for parameter in parameters:
@@ -85,10 +88,14 @@ def _pending_axes(parameter: Tensor, layout: Layout) -> tuple[int, ...] | None:
 
 
 def _cut(members: list[_Pending], most: int) -> Iterator[list[_Pending]]:
+    """Buckets of `members`, in order but for large ones, which come when met."""
     bucket: list[_Pending] = []
     held = 0
     for pending in members:
         nbytes = pending.parameter.spec.local_nbytes
+        if nbytes >= most:
+            yield [pending]
+            continue
         if bucket and held + nbytes > most:
             yield bucket
             bucket, held = [], 0
@@ -100,17 +107,26 @@ def _cut(members: list[_Pending], most: int) -> Iterator[list[_Pending]]:
 
 def _reduce(bucket: list[_Pending], place: Place, axes: tuple[int, ...]) -> None:
     """Sum a bucket over `axes`; the gradients become views of the one result."""
-    backend = place.backend
-    sizes = [pending.array.size for pending in bucket]
-    flat = backend.empty((sum(sizes),), bucket[0].parameter.dtype)
-    first = 0
-    for pending, size in zip(bucket, sizes, strict=True):
-        flat[first : first + size].reshape(pending.array.shape)[...] = pending.array
-        first += size
+    flat = _packed(bucket, place)
     for axis in axes:
-        flat = place.axis_group(axis).all_reduce(flat)
+        flat = place.axis_group(axis).all_reduce(flat, out=flat)
     first = 0
-    for pending, size in zip(bucket, sizes, strict=True):
-        summed = flat[first : first + size].reshape(pending.array.shape)
+    for pending in bucket:
+        array = pending.array
+        summed = flat[first : first + array.size].reshape(array.shape)
         pending.parameter.take_grad(summed, pending.parameter.layout)
-        first += size
+        first += array.size
+
+
+def _packed(bucket: list[_Pending], place: Place) -> Any:
+    """The gradients of a bucket as one flat array; a single one where it lies."""
+    if len(bucket) == 1:
+        return bucket[0].array.reshape(-1)
+    arrays = [pending.array for pending in bucket]
+    dtype = bucket[0].parameter.dtype
+    flat = place.backend.empty((sum(array.size for array in arrays),), dtype)
+    first = 0
+    for array in arrays:
+        flat[first : first + array.size].reshape(array.shape)[...] = array
+        first += array.size
+    return flat
