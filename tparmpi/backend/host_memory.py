@@ -27,7 +27,7 @@ CHOICES = (
 
 
 @cache
-def keep_freed() -> bool:
+def keep_freed(processes: int = 1) -> bool:
     """Have the process keep what it frees, and say whether it does. Local.
 
     The arrays of a step are as large as those of the step before. By default glibc
@@ -36,9 +36,15 @@ def keep_freed() -> bool:
     the same; it holds it from then on.
 
     What it takes from now on lies on huge pages, where the system has them and lets
-    addresses be set aside for memory that is not taken yet.
+    addresses be set aside for memory that is not taken yet: this process's part of the
+    machine's memory, at most half of it.
 
     Nothing is changed where the user chose (`CHOICES`), or with another C library.
+
+    Parameters
+    ----------
+    processes
+        How many share the machine's memory.
     """
     if any(os.environ.get(name) for name in CHOICES):
         return False
@@ -50,7 +56,7 @@ def keep_freed() -> bool:
     if not (mallopt(_M_MMAP_MAX, 0) and mallopt(_M_TRIM_THRESHOLD, -1)):
         return False
     if HUGE_ADVICE is not None and may_set_aside():
-        _set_aside(library, HUGE_ADVICE)
+        _set_aside(library, HUGE_ADVICE, max(processes, 2))
     return True
 
 
@@ -63,7 +69,7 @@ def may_set_aside() -> bool:
     return all(resource.getrlimit(kind)[0] == resource.RLIM_INFINITY for kind in kinds)
 
 
-def _set_aside(library: Any, advice: int) -> None:
+def _set_aside(library: Any, advice: int, parts: int) -> None:
     """Have `malloc` take from addresses that are to be huge pages. Local.
 
     NumPy asks for them for each large array by itself. That is too late for the pages
@@ -73,8 +79,9 @@ def _set_aside(library: Any, advice: int) -> None:
     library.malloc.argtypes = [ctypes.c_size_t]
     library.free.argtypes = [ctypes.c_void_p]
     library.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    # More than most ranks come to, and no more than the system gives at a time.
-    nbytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+    # No more than the system gives at a time, nor in all than there is: some batch
+    # systems add up the virtual sizes of a job.
+    nbytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // parts
     address = library.malloc(nbytes)
     if address:
         start = -(-address // HUGE_BYTES) * HUGE_BYTES

@@ -139,8 +139,6 @@ def _start(comm: MPI.Intracomm | None, settings: DeviceSettings) -> World:
         )
     state = World(comm)
     failure.join(state, finalizes=starts_mpi)
-    if bound.kind == "cpu":
-        keep_freed()
     _gather(state, bound, settings)
     return state
 
@@ -172,6 +170,8 @@ def _gather(state: World, bound: binding.Bound, settings: DeviceSettings) -> Non
     row["token"] = os.urandom(4).hex()
     row["processes"] = watchdog.visible_processes()
     table: list[dict[str, Any]] = state.comm.allgather(row)
+    if bound.kind == "cpu":
+        keep_freed(sum(entry["node"] == row["node"] for entry in table))
     binding.limit_threads(table, state.rank)
     progress.count_cores(binding.usable_cores(table, state.rank))
     binding.warn_of_sharing(table, state.rank)
