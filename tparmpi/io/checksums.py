@@ -7,10 +7,10 @@ try:
     # Pythons are built with does not.
     from zlib_ng.zlib_ng import crc32
 
-    LIBRARY = "zlib-ng"
+    MADE_BY = "zlib-ng"
 except ImportError:
     from zlib import crc32
 
-    LIBRARY = "zlib"
+    MADE_BY = "zlib"
 
-__all__ = ["LIBRARY", "crc32"]
+__all__ = ["MADE_BY", "crc32"]

@@ -124,9 +124,7 @@ def _recipe(rule: str) -> _Recipe:
 def _matrix(
     array: Any, letters: str, groups: tuple[str, str, str], sizes: dict[str, int]
 ) -> Any:
-    """View `array` as (batch, rows, columns), or (rows, columns) without "
-    "batch letters.
-    """
+    """View `array` as (batch, rows, columns); (rows, columns) if nothing is batched."""
     batch, rows, columns = groups
     shape = [prod(sizes[x] for x in group) for group in (batch, rows, columns)]
     if letters == batch + columns + rows and letters != batch + rows + columns:

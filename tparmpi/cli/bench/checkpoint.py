@@ -62,7 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
         "ranks": everyone.size,
         "library": library(),
         "bytes": nbytes,
-        "checksums": checksums.LIBRARY,
+        "checksums": checksums.MADE_BY,
     }
     with measure.scratch(arguments.folder, 3 * nbytes) as folder:
         state = measure.State(everyone, nbytes)
